@@ -76,7 +76,7 @@ test: ## what CI runs: the checks, the tests without a node, and the core of the
 nightly: export TRANCHE_STORIES = 10
 nightly: ## what takes longer: more random states for kube-scheduler's allocator, and the account under loom, Miri and Kani
 	driver/allocator-oracle/build
-	cargo test -p tranche-allocator-oracle
+	cargo test -p tranche-allocator-oracle -p tranche-scheduler-rules
 	shim/core/deep-check
 
 lint: checks ## the checks, and clippy, which the tests' build is, too

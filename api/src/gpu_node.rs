@@ -176,12 +176,6 @@ pub struct Gpu {
     /// Whether MIG mode is on now, and whether it will be after the next reset of the GPU.
     #[serde(default)]
     pub mig_mode: MigMode,
-    /// Compute slices into which MIG can divide the GPU: those of its largest GPU instance
-    /// (`sliceCount` of `nvmlDeviceGetGpuInstanceProfileInfo`). Absent where the driver does not
-    /// tell it, and where the GPU cannot be partitioned.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schemars(range(max = 4_294_967_295_u32))]
-    pub mig_compute_slices: Option<u32>,
     /// GPU instances that Tranche did not make: it offers them as they are, and never removes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mig_instances: Vec<MigInstance>,

@@ -18,6 +18,7 @@
 //! ```
 //! This crate has no I/O, no clock, no client, and depends on no other crate of ours.
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod conditions;
 pub mod gpu_node;

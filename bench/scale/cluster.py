@@ -26,7 +26,6 @@ def inventory(node):
             "brand": "Nvidia", "architecture": "Hopper", "cudaComputeCapability": "9.0",
             "pciBusID": f"0000:{16 + gpu:02x}:00.0", "pcieRoot": f"pci0000:{15 + gpu:02x}", "numaNode": gpu // 4,
             "memory": "81559Mi", "reservedMemory": "551Mi", "multiprocessors": 132, "migCapable": True,
-            "migComputeSlices": 7,
         }
         for gpu in range(GPUS)
     ]

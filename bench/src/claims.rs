@@ -44,7 +44,6 @@ pub enum Share {
 }
 
 impl Share {
-    /// The tier.
     #[must_use]
     pub const fn tier(&self) -> Tier {
         match self {

@@ -114,7 +114,6 @@ impl Process {
         Ok(of_ticks(ticks))
     }
 
-    /// Its memory.
     pub fn memory(self) -> anyhow::Result<Memory> {
         let path = format!("/proc/{}/status", self.pid);
         let status = std::fs::read_to_string(&path).context(path.clone())?;

@@ -40,11 +40,9 @@ impl fmt::Display for Bound {
 pub struct Promise {
     /// Its name in results and in `SPECIFICATION.md`.
     pub id: &'static str,
-    /// Its description.
     pub what: &'static str,
     /// The unit of the value and its bound.
     pub unit: &'static str,
-    /// The target.
     pub bound: Bound,
 }
 

@@ -12,7 +12,6 @@ use crate::stats::Spread;
 /// A comparison value from the same run, because machines vary.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Against {
-    /// Its description.
     pub what: String,
     /// The value in the row's unit.
     pub value: f64,
@@ -21,7 +20,6 @@ pub struct Against {
 /// A measured value of a promise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// A promise's id.
     pub id: String,
     /// The value in the promise's unit.
     pub value: f64,

@@ -82,7 +82,6 @@ impl Measuring {
         })
     }
 
-    /// The GPU's UUID.
     pub fn gpu(&self) -> &str {
         &self.gpu
     }

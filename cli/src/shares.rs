@@ -89,7 +89,6 @@ pub struct Membership {
 /// A share in use.
 #[derive(Debug)]
 pub struct InUse {
-    /// Its record.
     pub record: Record,
     /// Whether its commands have ended, so that it ends soon unless they left processes behind.
     pub ended: bool,

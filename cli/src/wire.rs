@@ -10,7 +10,6 @@ use tranche_driver::cdi::Spec;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Request {
-    /// The share's name.
     pub share: String,
     /// Whether the share may exist already.
     pub joinable: bool,
@@ -37,7 +36,6 @@ pub struct Request {
 pub struct Link {
     /// Where.
     pub path: PathBuf,
-    /// Its target.
     pub target: PathBuf,
 }
 
@@ -45,7 +43,6 @@ pub struct Link {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Grant {
-    /// The GPU.
     pub gpu_uuid: String,
     /// An empty folder to build mounts in.
     pub stage: PathBuf,

@@ -13,7 +13,9 @@
 pub mod asked;
 pub mod decision;
 mod facts;
+pub mod holder;
 mod round;
+pub mod state;
 mod writer;
 
 pub use asked::{Allowed, Asked};

@@ -4,7 +4,6 @@
 //! is stored with what is planned, for which a digest is enough, and identifies devices; all of a
 //! device is needed only where it is no longer offered, and is read again then.
 
-use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use flate2::Compression;
@@ -21,11 +20,6 @@ use kube::runtime::watcher::Event;
 use tranche_api::names::taint;
 use tranche_api::{GpuNode, SharingPolicy};
 use tranche_driver::slices::{Digest, PublishedDevice};
-
-/// The annotation of a slice with the epoch for which it was written. Node plugins of version 0.1.0 notice only of slices with
-/// their present epoch that they vanished. Nothing compares it, so that a new epoch rewrites no slice. The release after the
-/// next one no longer needs it.
-pub const EPOCH_ANNOTATION: &str = "gpu.tranche.dev/epoch";
 
 /// The field manager of the node plugin.
 pub const PLUGIN: &str = "tranche-kubelet-plugin";
@@ -102,19 +96,17 @@ impl KnownSlice {
         self.owners == hash(owners)
     }
 
-    /// The metadata of a slice that replaces this one: of this UID and version, with the owner and the annotations of `ours`.
-    /// What others wrote there stays.
+    /// The metadata of a slice with these owners that replaces this one: it has this one's UID and version, and keeps what
+    /// others wrote there.
     #[must_use]
-    pub fn replacement(&self, ours: ObjectMeta) -> ObjectMeta {
+    pub fn replacement(&self, owners: Option<Vec<OwnerReference>>) -> ObjectMeta {
         let others = self.others.as_deref().cloned().unwrap_or_default();
-        let annotations = others.annotations.into_iter().chain(ours.annotations);
-        let annotations: BTreeMap<_, _> = annotations.flatten().collect();
         ObjectMeta {
             name: Some(self.name.to_string()),
             uid: Some(self.uid.to_string()),
             resource_version: Some(self.version.to_string()),
-            owner_references: ours.owner_references,
-            annotations: (!annotations.is_empty()).then_some(annotations),
+            owner_references: owners,
+            annotations: others.annotations,
             labels: others.labels,
             finalizers: others.finalizers,
             ..ObjectMeta::default()
@@ -126,11 +118,9 @@ impl From<&ResourceSlice> for KnownSlice {
     fn from(slice: &ResourceSlice) -> Self {
         let (metadata, spec) = (&slice.metadata, &slice.spec);
         let text = |text: Option<String>| text.unwrap_or_default().into_boxed_str();
-        let mut annotations = metadata.annotations.clone().unwrap_or_default();
-        annotations.remove(EPOCH_ANNOTATION);
         let others = ObjectMeta {
             labels: metadata.labels.clone(),
-            annotations: (!annotations.is_empty()).then_some(annotations),
+            annotations: metadata.annotations.clone(),
             finalizers: metadata.finalizers.clone(),
             ..ObjectMeta::default()
         };
@@ -310,30 +300,17 @@ mod tests {
     fn a_replacement_keeps_what_others_wrote_and_nothing_of_the_server() {
         let known = slice(|slice| {
             slice["metadata"]["labels"] = json!({"team": "a"});
-            slice["metadata"]["annotations"] = json!({EPOCH_ANNOTATION: "3", "note": "b"});
+            slice["metadata"]["annotations"] = json!({"note": "b"});
             slice["metadata"]["creationTimestamp"] = json!("2026-11-22T08:00:00Z");
         });
-        let metadata = known.replacement(ObjectMeta {
-            annotations: Some(BTreeMap::from([(
-                EPOCH_ANNOTATION.to_owned(),
-                "4".to_owned(),
-            )])),
-            ..ObjectMeta::default()
-        });
+        let metadata = known.replacement(None);
         assert_eq!(metadata.labels.expect("labels")["team"], "a");
-        let annotations = metadata.annotations.expect("annotations");
-        assert_eq!(
-            (&*annotations[EPOCH_ANNOTATION], &*annotations["note"]),
-            ("4", "b")
-        );
+        assert_eq!(metadata.annotations.expect("annotations")["note"], "b");
         assert_eq!(metadata.resource_version.as_deref(), Some("7"));
         assert_eq!(metadata.uid.as_deref(), Some("u"));
         assert_eq!(metadata.managed_fields, None);
-        let published = slice(|slice| {
-            slice["metadata"]["annotations"] = json!({EPOCH_ANNOTATION: "3"});
-        });
         assert!(
-            published.others.is_none(),
+            slice(|_| {}).others.is_none(),
             "nothing of it is kept in memory"
         );
     }

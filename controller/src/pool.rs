@@ -14,7 +14,7 @@ use kube::ResourceExt;
 use tranche_api::gpu_node::Published;
 use tranche_driver::slices::{self, Digest, SlicePlan};
 
-use crate::known::{EPOCH_ANNOTATION, KnownSlice};
+use crate::known::KnownSlice;
 
 /// How long the rest of a pool stays after a part of it was removed. The kubelet deletes a pool faster, and
 /// a running plugin requests the slices faster.
@@ -171,7 +171,6 @@ pub fn difference(
     plan: &SlicePlan,
     existing: &[Arc<KnownSlice>],
     published: &Published,
-    epoch: i64,
     memory: &Memory,
 ) -> Difference {
     let last_generation = published.pool_generation;
@@ -215,12 +214,7 @@ pub fn difference(
     };
 
     let owners = [plan.owner()];
-    let object = |planned| {
-        let mut object = plan.object(planned, generation);
-        let annotation = (EPOCH_ANNOTATION.to_owned(), epoch.to_string());
-        object.metadata.annotations = Some(BTreeMap::from([annotation]));
-        object
-    };
+    let object = |planned| plan.object(planned, generation);
     let writes = plan
         .slices
         .iter()
@@ -239,7 +233,7 @@ pub fn difference(
             }
             let wanted = object(planned);
             Some(Write::Replace(ResourceSlice {
-                metadata: old.replacement(wanted.metadata),
+                metadata: old.replacement(wanted.metadata.owner_references),
                 spec: wanted.spec,
             }))
         })

@@ -261,7 +261,7 @@ pub fn reconcile(
         generation,
         writes,
         obsolete,
-    } = pool::difference(&plan, &view.slices, &published, registration.epoch, memory);
+    } = pool::difference(&plan, &view.slices, &published, memory);
     let creates = writes.iter().any(|write| matches!(write, Write::Create(_)));
     if phase == Phase::Publish && creates && is_stale(gpu_node, now) {
         match evidence.plugin_ready(now) {

@@ -109,7 +109,7 @@ pub struct Pod {
 pub struct Grant {
     /// `<device key>@<start>`: no two grants have the same.
     pub grant: String,
-    /// Since when; `None` if an earlier release prepared it.
+    /// Since when.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start: Option<Moment>,
     /// The claim's namespace.
@@ -242,9 +242,9 @@ impl Written {
         &self.0.grant
     }
 
-    /// Whether a device of a journal is this grant. A journal that an earlier release wrote again has lost its start.
+    /// Whether a device of a journal is this grant.
     fn is(&self, of_journal: &Grant) -> bool {
-        self.grant().grant == of_journal.grant || of_journal.start.is_none()
+        self.grant().grant == of_journal.grant
     }
 
     /// What is known of the grant, given its journal and more pods.

@@ -10,14 +10,12 @@
 //! since a runtime refuses a whole file for one field that is newer than its declared version.
 
 mod capability;
-mod claim_spec;
 mod driver_spec;
 mod name;
 
 use serde::{Deserialize, Serialize};
 
 pub use capability::Capability;
-pub use claim_spec::{NodePaths, claim_spec};
 pub use driver_spec::{DriverDevice, DriverFile, DriverFiles, Library, Link, Shim, driver_spec};
 pub use name::NameError;
 
@@ -50,6 +48,23 @@ pub mod mps_path {
     pub const PIPES: &str = "pipe";
     /// The memory that its clients share with it.
     pub const SHM: &str = "shm";
+}
+
+/// Folders on the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodePaths {
+    /// A folder per claim, in it a folder per device with its pages: `/run/tranche/shares`.
+    pub shares: String,
+    /// The hook and its ldconfig, in a folder from which runtimes can execute them in user
+    /// namespaces.
+    pub hooks: String,
+    /// A folder per claim, in it a file per request : `/run/tranche/metadata`. Without it containers get
+    /// no such file.
+    pub metadata: Option<String>,
+    /// The MPS supervisor's folder, in it a folder per GPU or MIG device: `/run/tranche/mps`.
+    pub mps: String,
+    /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
+    pub dev_root: String,
 }
 
 /// The id of a claim's device, `gpu.tranche.dev/claim=<key>`.
@@ -292,11 +307,11 @@ fn lowest_version(devices: &[Device], edits: &ContainerEdits) -> Version {
 }
 
 /// A read-only bind mount.
-fn read_only(host_path: String, container_path: String) -> Mount {
+pub(crate) fn read_only(host_path: String, container_path: String) -> Mount {
     bind(host_path, container_path, &["ro", "nosuid", "nodev"])
 }
 
-fn bind(host_path: String, container_path: String, options: &[&str]) -> Mount {
+pub(crate) fn bind(host_path: String, container_path: String, options: &[&str]) -> Mount {
     Mount {
         host_path,
         container_path,
@@ -310,7 +325,7 @@ fn bind(host_path: String, container_path: String, options: &[&str]) -> Mount {
 }
 
 /// A device node at `path` in the container and below `dev_root` on the host.
-fn device_node(path: &str, dev_root: &str) -> DeviceNode {
+pub(crate) fn device_node(path: &str, dev_root: &str) -> DeviceNode {
     let host_path = below(dev_root, path);
     DeviceNode {
         host_path: (host_path != path).then_some(host_path),
@@ -324,7 +339,7 @@ fn below(root: &str, path: &str) -> String {
     format!("{}{path}", root.trim_end_matches('/'))
 }
 
-fn absolute(what: &'static str, path: &str) -> Result<(), CdiError> {
+pub(crate) fn absolute(what: &'static str, path: &str) -> Result<(), CdiError> {
     if path.starts_with('/') {
         Ok(())
     } else {

@@ -1,4 +1,4 @@
-//! What a DeviceClass says of whose devices it is.
+//! Which DeviceClasses are ours.
 
 use k8s_openapi::api::resource::v1::DeviceClass;
 use tranche_api::names::{DRIVER, is_class};

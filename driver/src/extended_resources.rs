@@ -137,8 +137,9 @@ fn requests(
 }
 
 fn count(container: &Container, resource: &str) -> u64 {
-    let asked = requested(container).and_then(|requests| requests.get(resource));
-    let asked = asked.and_then(|it| Quantity::try_from(it).ok());
+    let asked = requested(container)
+        .and_then(|requests| requests.get(resource))
+        .and_then(|it| Quantity::try_from(it).ok());
     asked.and_then(|it| it.to_count().ok()).unwrap_or(0)
 }
 
@@ -192,8 +193,10 @@ mod tests {
 
     fn asked(pod: &Pod, classes: &[DeviceClass]) -> Vec<(String, i64)> {
         let claim = claim(pod, classes);
-        let requests = claim.and_then(|it| it.spec?.devices?.requests);
-        let requests = requests.into_iter().flatten();
+        let requests = claim
+            .and_then(|it| it.spec?.devices?.requests)
+            .into_iter()
+            .flatten();
         requests
             .map(|it| (it.name, it.exactly.unwrap().count.unwrap()))
             .collect()

@@ -71,7 +71,7 @@ pub struct Wanted {
     pub make: BTreeSet<Place>,
     /// Whether claims hold concurrent shares of the whole GPU.
     pub mps: WantedDaemon,
-    /// Those of the held partitions of which claims hold concurrent shares.
+    /// The held partitions that serve concurrent shares.
     pub partition_daemons: BTreeMap<Place, WantedDaemon>,
 }
 
@@ -81,9 +81,9 @@ pub enum WantedDaemon {
     /// No claim has a concurrent share.
     #[default]
     None,
-    /// Claims have: it stays. What keeps it from being proved to answer does not concern whoever asks.
+    /// Claims have concurrent shares, but not the one that is prepared now: the daemon stays, and need not answer.
     Held,
-    /// One of them needs it now: it answers.
+    /// The claim that is prepared now needs it: it must answer.
     Ready,
 }
 
@@ -107,13 +107,13 @@ pub enum Daemon {
     Unknown,
     /// It answers.
     Ready,
-    /// There is none.
+    /// It has ended.
     Ended,
-    /// It is to end, and its supervisor does not do it now. Only of a partition: the GPU's other partitions do not wait for it.
+    /// It should end, but its supervisor does not end it now. Only for a partition: the GPU's other partitions do not wait for it.
     Stuck,
 }
 
-/// What Tranche has changed on a GPU, or is about to change. Durable; of a GPU that is not named there is none.
+/// What Tranche has changed on a GPU, or is about to change. It is durable; a GPU without a record has not been changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
@@ -123,10 +123,10 @@ pub struct Record {
     /// The GPU instances of Tranche.
     #[serde(default)]
     pub instances: Vec<Owned>,
-    /// The MPS daemon of Tranche, if there is one or is about to be.
+    /// The MPS daemon of Tranche, where it exists or is about to be started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<OwnedDaemon>,
-    /// The MPS daemons of partitions that there are or are about to be.
+    /// The MPS daemons of partitions that exist or are about to be started.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partition_daemons: Vec<PartitionDaemon>,
     /// The length of time slices that Tranche has set, or is about to set.
@@ -447,8 +447,9 @@ fn towards(
     actual: &Actual,
     geometry: &Geometry,
 ) -> Result<Option<Next>, Obstacle> {
-    let partition = geometry.partition(place.profile, place.start);
-    let partition = partition.ok_or(Obstacle::NoSuchPartition(place))?;
+    let partition = geometry
+        .partition(place.profile, place.start)
+        .ok_or(Obstacle::NoSuchPartition(place))?;
     if let Some(instance) = record.instance(place, actual) {
         return match &instance.compute[..] {
             [] => Ok(Some(Next::Change(Change::CreateComputeInstance {

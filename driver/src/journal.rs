@@ -19,21 +19,11 @@ use crate::moment::Moment;
 use crate::preparation::PreparationPlan;
 
 /// The version written.
-pub const VERSION: u64 = 4;
+pub const VERSION: u64 = 1;
 /// The oldest version read.
 pub const OLDEST_VERSION: u64 = 1;
-/// The first version that had records of GPUs and partitions.
-const FIRST_WITH_GPUS: u64 = 3;
-/// The oldest version whose readers understand `plan`. Version 1 refused every field and device name that it did not
-/// know. Version 2 knew neither partitions nor MPS: it would give the claim's containers the whole GPU, or a share whose
-/// processes have no limits.
-fn min_reader(plan: &PreparationPlan) -> u64 {
-    if plan.changed_gpus().is_empty() {
-        2
-    } else {
-        FIRST_WITH_GPUS
-    }
-}
+/// The oldest version whose readers understand what this release writes.
+const MIN_READER: u64 = 1;
 
 /// One claim's plan. Any part of it may have been carried out: executing it again, or undoing it,
 /// covers all steps.
@@ -41,10 +31,8 @@ fn min_reader(plan: &PreparationPlan) -> u64 {
 #[serde(rename_all = "camelCase")]
 pub struct Record {
     version: u64,
-    /// Version 1 had none.
-    #[serde(default)]
     min_reader: u64,
-    /// Since when the claim has its devices; versions before 4 did not record it.
+    /// Since when the claim has its devices; `None` where nobody asks.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Moment>,
     /// What to do.
@@ -69,7 +57,7 @@ impl GpuRecord {
     pub const fn new(gpu_uuid: String, changes: gpu_state::Record) -> Self {
         Self {
             version: VERSION,
-            min_reader: FIRST_WITH_GPUS,
+            min_reader: MIN_READER,
             gpu_uuid,
             changes,
         }
@@ -95,7 +83,7 @@ pub enum JournalError {
     Corrupt(#[source] serde_json::Error),
     /// A later version of this driver wrote it, with something that must not be ignored.
     #[error(
-        "the journal has version {version} and needs a driver that reads version {min_reader}, this one reads versions {OLDEST_VERSION} to {VERSION}: run the driver that wrote it, or a newer one"
+        "the journal has version {version} and needs a driver that reads version {min_reader}, this one reads versions up to {VERSION}: run the driver that wrote it, or a newer one"
     )]
     Newer {
         /// The version of the record.
@@ -105,7 +93,7 @@ pub enum JournalError {
     },
     /// Written by a version of this driver that is too old.
     #[error(
-        "the journal has version {version}, this driver reads versions {OLDEST_VERSION} to {VERSION}: upgrade one version at a time"
+        "the journal has version {version}, this driver reads versions from {OLDEST_VERSION} on: upgrade one version at a time"
     )]
     Older {
         /// The version of the record.
@@ -118,16 +106,16 @@ pub enum JournalError {
 #[serde(rename_all = "camelCase")]
 struct Envelope {
     version: u64,
-    min_reader: Option<u64>,
+    min_reader: u64,
 }
 
 impl Record {
-    /// A record of this version, of a claim that has its devices since then; `None` if that is not known or does not matter.
+    /// A record of this version, of a claim that has its devices since then.
     #[must_use]
     pub fn new(plan: PreparationPlan, since: Option<Moment>) -> Self {
         Self {
             version: VERSION,
-            min_reader: min_reader(&plan),
+            min_reader: MIN_READER,
             since,
             plan,
         }
@@ -166,7 +154,6 @@ fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JournalError> {
         version,
         min_reader,
     } = serde_json::from_slice(bytes).map_err(JournalError::Corrupt)?;
-    let min_reader = min_reader.unwrap_or(version);
     if min_reader > VERSION {
         return Err(JournalError::Newer {
             version,

@@ -11,29 +11,24 @@
 //!                                            ├─► journal::Record ► the plan and how far it got
 //!                                            ├─► gpu_state ──► what a GPU needs for all its claims
 //!                                            ├─► audit ──► who had what from when to when
-//!                                            └─► cdi, metadata ──► the claim's CDI spec, what its containers can read
+//!                                            └─► claim_spec, metadata ──► the claim's CDI spec, what its containers can read
 //!
 //!  what claims hold ─► stranded ─► what nobody can have of a GPU
-//!  prices ───────────► cost ─────► what each holder pays, what is free, what is stranded
 //!  pods without a claim ─► extended_resources ─► the claim that the scheduler looks for
-//!  who uses what ────► idle ─────► who gives its part of a GPU back
-//!  ResourceSlices, claims ──► allocator ──► what kube-scheduler allocates, or why it does not
 //! ```
 //!
 //! A plan is a value. Nothing here reads a file, a clock or the API server.
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
-#[cfg(feature = "allocator")]
-pub mod allocator;
 pub mod audit;
 pub mod cdi;
 pub mod claim;
+pub mod claim_spec;
 pub mod class;
-pub mod cost;
 pub mod extended_resources;
 pub mod gpu;
 pub mod gpu_state;
-pub mod idle;
 pub mod journal;
 pub mod metadata;
 pub mod mig;

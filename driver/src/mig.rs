@@ -19,18 +19,3 @@ pub use profile::{Engines, Profile, ProfileError};
 
 #[cfg(test)]
 pub(crate) use profile::tests::any_profile;
-
-/// The memory slices of a model with so many compute slices; `None` where that is not known.
-///
-/// Source: NVIDIA's MIG User Guide, "Supported GPUs" and "Supported MIG Profiles". A100, H100, H200,
-/// B200 and their like have 7 compute and 8 memory slices, A30 and RTX PRO 6000 have 4 and 4.
-/// NVML reports the compute slices also without MIG mode; it reports memory slices only as the
-/// placements of each profile.
-#[must_use]
-pub const fn memory_slices(compute_slices: u32) -> Option<u32> {
-    match compute_slices {
-        7 => Some(8),
-        4 => Some(4),
-        _ => None,
-    }
-}

@@ -7,14 +7,19 @@ use k8s_openapi::api::core::v1::Pod;
 #[must_use]
 pub fn claims_of(pod: &Pod) -> Vec<&str> {
     let spec = pod.spec.as_ref();
-    let named = spec.and_then(|it| it.resource_claims.as_deref());
-    let named = named.unwrap_or_default().iter();
-    let named = named.filter_map(|it| it.resource_claim_name.as_deref());
+    let named = spec
+        .and_then(|it| it.resource_claims.as_deref())
+        .unwrap_or_default()
+        .iter()
+        .filter_map(|it| it.resource_claim_name.as_deref());
     let status = pod.status.as_ref();
-    let made = status.and_then(|it| it.resource_claim_statuses.as_deref());
-    let made = made.unwrap_or_default().iter();
-    let made = made.filter_map(|it| it.resource_claim_name.as_deref());
-    let extended = status.and_then(|it| it.extended_resource_claim_status.as_ref());
-    let extended = extended.map(|it| it.resource_claim_name.as_str());
+    let made = status
+        .and_then(|it| it.resource_claim_statuses.as_deref())
+        .unwrap_or_default()
+        .iter()
+        .filter_map(|it| it.resource_claim_name.as_deref());
+    let extended = status
+        .and_then(|it| it.extended_resource_claim_status.as_ref())
+        .map(|it| it.resource_claim_name.as_str());
     named.chain(made).chain(extended).collect()
 }

@@ -27,7 +27,7 @@ use crate::gpu::{GpuUuid, GpuUuidError};
 use crate::mig::{Profile, ProfileError};
 use crate::oversubscription::Oversubscription;
 
-pub use idle::{IdleTerms, idle};
+pub use idle::{Action, IdleRule, IdleTerms, idle};
 pub use selector::SelectorError;
 
 /// All of a GPU's time, percent.
@@ -51,7 +51,7 @@ pub struct Terms {
     pub capped: CappedTerms,
     /// The most shares in the tier `concurrent`, 1-48; whatever else it has is as in `capped`.
     pub concurrent_sharers: u32,
-    /// The profiles of which partitions are shared in the tier `concurrent`; none where empty.
+    /// The profiles that are shared as partitions in the tier `concurrent`; no profile where empty.
     pub concurrent_on_partitions: BTreeSet<Profile>,
     /// The profiles that are offered in the tier `partition`; all where empty.
     pub profiles: BTreeSet<Profile>,
@@ -64,7 +64,7 @@ pub struct Terms {
 pub struct CappedTerms {
     /// The most shares, 1-128.
     pub max_sharers: u32,
-    /// Sharers for whose CUDA contexts memory is kept free, 0 to `max_sharers`.
+    /// The number of sharers that memory is kept free for, for their CUDA contexts: 0 to `max_sharers`.
     pub expected_sharers: u32,
     /// Bytes kept free for one sharer's CUDA context.
     pub context_memory: u64,
@@ -78,13 +78,13 @@ pub struct CappedTerms {
     pub cores_step: u8,
     /// Percent of a share that names none, 1-100: a multiple of the step.
     pub default_cores: Option<u8>,
-    /// What becomes of the tier under a driver with functions that nobody knows.
+    /// What happens to the tier under a driver with unknown functions.
     pub untested_driver: UntestedDriver,
     /// What the node does with a process that goes around its share's cap.
     pub on_bypass: OnBypass,
     /// Of the driver's libraries, those that containers get beside compute and utility.
     pub extra_capabilities: BTreeSet<Capability>,
-    /// The profiles of which partitions are shared in the tier `capped`; none where empty.
+    /// The profiles that are shared as partitions in the tier `capped`; no profile where empty.
     pub on_partitions: BTreeSet<Profile>,
 }
 

@@ -35,12 +35,7 @@ pub use conflict::Conflict;
 
 /// The version of the pages that a plan of this release makes, and of the shim that reads them. A release
 /// that changes the layout of the cap page or of the account page raises it.
-pub const PAGES: u32 = 3;
-
-/// Plans were written without the field before there was a second version.
-const fn first_pages() -> u32 {
-    1
-}
+pub const PAGES: u32 = 1;
 
 /// What to do for one claim.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,7 +45,6 @@ pub struct PreparationPlan {
     pub allocation: Allocation,
     /// The version of the claim's pages. Its containers have the shim of that version, whatever release
     /// the node runs now.
-    #[serde(default = "first_pages")]
     pub pages: u32,
     /// One entry per allocated device, in the claim's order.
     pub devices: Vec<PreparedDevice>,
@@ -506,14 +500,6 @@ pub enum PreparationProblem {
         /// Their UUIDs.
         fitting: Vec<String>,
     },
-    /// A name with a minor number, without a journal that records which GPU had that number.
-    #[error(
-        "the release before named this device, by the minor number {minor}, and no journal tells which GPU that was: delete the claim's pods to have a device allocated anew"
-    )]
-    EarlierName {
-        /// The N of `/dev/nvidiaN` at that time.
-        minor: u16,
-    },
     /// The driver's description of the GPU is invalid.
     #[error("GPU {uuid}: {field} {problem}")]
     Inventory {
@@ -754,7 +740,7 @@ fn prepare(
     holdings.add(
         &device,
         &format!("{}/{}", allocation.namespace, allocation.name),
-        &conflict::Whole {
+        &conflict::Total {
             memory: available,
             geometry: geometry.as_ref(),
         },
@@ -776,11 +762,12 @@ fn held_partition(
         return Ok(None);
     };
     let geometry = geometry(gpu, inventory)?;
-    let partition = geometry.partition(place.profile, place.start);
-    let partition = partition.ok_or_else(|| PreparationProblem::NoSuchPartition {
-        uuid: gpu.uuid.clone(),
-        place,
-    })?;
+    let partition = geometry
+        .partition(place.profile, place.start)
+        .ok_or_else(|| PreparationProblem::NoSuchPartition {
+            uuid: gpu.uuid.clone(),
+            place,
+        })?;
     let available = partition.available_memory();
     Ok(Some((
         HeldPartition { place, mig: None },
@@ -796,7 +783,6 @@ fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProb
         | DeviceName::Oversubscribed { gpu, .. }
         | DeviceName::Partition { gpu, .. }
         | DeviceName::SharedPartition { gpu, .. } => gpu,
-        DeviceName::Minor { minor, .. } => return Err(PreparationProblem::EarlierName { minor }),
     };
     let fits = |gpu: &&Gpu| gpu.uuid.parse().is_ok_and(|uuid| prefix.begins(uuid));
     let fitting: Vec<&Gpu> = inventory.gpus.iter().filter(fits).collect();
@@ -814,10 +800,11 @@ fn find(name: DeviceName, inventory: &Inventory) -> Result<&Gpu, PreparationProb
 
 /// How MIG divides the GPU.
 fn geometry(gpu: &Gpu, inventory: &Inventory) -> Result<Geometry, PreparationProblem> {
-    let described = inventory.mig_geometry(gpu);
-    let described = described.ok_or_else(|| PreparationProblem::NotDivided {
-        uuid: gpu.uuid.clone(),
-    })?;
+    let described = inventory
+        .mig_geometry(gpu)
+        .ok_or_else(|| PreparationProblem::NotDivided {
+            uuid: gpu.uuid.clone(),
+        })?;
     Geometry::read(described).map_err(|problem| PreparationProblem::Geometry {
         uuid: gpu.uuid.clone(),
         problem,

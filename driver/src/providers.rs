@@ -109,8 +109,12 @@ pub fn verdict(inventory: &Inventory, seen: &Seen) -> Verdict {
     dra_driver(inventory, seen, &mut found);
 
     let withheld = inventory.gpus.iter().filter_map(|gpu| {
-        let findings = found.gpus.get(&gpu.uuid)?;
-        let findings: Vec<_> = findings.iter().map(String::as_str).collect();
+        let findings: Vec<_> = found
+            .gpus
+            .get(&gpu.uuid)?
+            .iter()
+            .map(String::as_str)
+            .collect();
         let message = format!("{}: {HOW}", findings.join("; "));
         Some(WithheldGpu::whole(
             &gpu.uuid,

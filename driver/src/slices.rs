@@ -49,7 +49,7 @@ use tranche_api::withheld::WithheldGpu;
 use self::counters::Counters;
 use self::device::{Offer, Parent};
 use self::error::OfferError;
-use self::names::Place;
+use self::names::Position;
 use crate::claim::DeviceName;
 use crate::gpu::GpuUuid;
 use crate::mig::{Geometry, GeometryError};
@@ -124,7 +124,7 @@ pub enum Content {
 
 /// One GPU of the inventory with its identifiers.
 #[derive(Clone, Debug)]
-struct Known<'a> {
+struct IdentifiedGpu<'a> {
     gpu: &'a Gpu,
     uuid: GpuUuid,
     address: PciAddress,
@@ -188,15 +188,17 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
     let lacking = withdraw(node.retained, &gpus, &mut pool);
 
     let sets: Vec<CounterSet> = pool.counters.into_values().collect();
-    let counters = sets.chunks(SETS_PER_SLICE).enumerate();
-    let counters = counters.map(|(number, sets)| PlannedSlice {
-        name: names::slice(Place::Counters(number), node.name, node.uid),
-        content: Content::Counters(sets.to_vec()),
-    });
+    let counters = sets
+        .chunks(SETS_PER_SLICE)
+        .enumerate()
+        .map(|(number, sets)| PlannedSlice {
+            name: names::slice(Position::Counters(number), node.name, node.uid),
+            content: Content::Counters(sets.to_vec()),
+        });
     let devices = pool.devices.iter().flat_map(|(&address, devices)| {
         let parts = devices.chunks(DEVICES_PER_SLICE).enumerate();
         parts.map(move |(part, devices)| PlannedSlice {
-            name: names::slice(Place::Gpu(address, part), node.name, node.uid),
+            name: names::slice(Position::Gpu(address, part), node.name, node.uid),
             content: Content::Devices(devices.to_vec()),
         })
     });
@@ -212,7 +214,7 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
 
 /// The node's GPUs by PCI address. A GPU that cannot be distinguished from others is added to
 /// `withheld`.
-fn identified<'a>(node: &NodeInput<'a>, withheld: &mut Vec<WithheldGpu>) -> Vec<Known<'a>> {
+fn identified<'a>(node: &NodeInput<'a>, withheld: &mut Vec<WithheldGpu>) -> Vec<IdentifiedGpu<'a>> {
     let mut gpus: Vec<&Gpu> = node.inventory.gpus.iter().collect();
     gpus.sort_by(|a, b| (&a.pci_bus_id, &a.uuid).cmp(&(&b.pci_bus_id, &b.uuid)));
     let mut known = Vec::with_capacity(gpus.len());
@@ -232,7 +234,7 @@ fn identified<'a>(node: &NodeInput<'a>, withheld: &mut Vec<WithheldGpu>) -> Vec<
 }
 
 /// The GPU's identifiers, if no other GPU of the node has the same UUID or PCI address.
-fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<Known<'a>, OfferError> {
+fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<IdentifiedGpu<'a>, OfferError> {
     let twice = |same: fn(&Gpu, &Gpu) -> bool| {
         let alike = inventory.gpus.iter().filter(|other| same(other, gpu));
         alike.count() > 1
@@ -249,7 +251,7 @@ fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<Known<'a>, OfferE
             value: gpu.pci_bus_id.clone(),
         });
     }
-    Ok(Known {
+    Ok(IdentifiedGpu {
         gpu,
         uuid: gpu.uuid.parse().map_err(OfferError::Uuid)?,
         address: gpu.pci_bus_id.parse().map_err(OfferError::PciAddress)?,
@@ -257,17 +259,17 @@ fn identity<'a>(inventory: &Inventory, gpu: &'a Gpu) -> Result<Known<'a>, OfferE
     })
 }
 
-impl Known<'_> {
+impl IdentifiedGpu<'_> {
     fn counters(&self) -> Counters {
         let geometry = self.geometry.as_ref().ok().and_then(Option::as_ref);
-        Counters::of(self.gpu, self.uuid, geometry)
+        Counters::of(self.uuid, geometry)
     }
 }
 
 /// How `gpu` is offered by its policy; what is not offered is added to `withheld`.
 fn offer(
     node: &NodeInput<'_>,
-    known: &Known<'_>,
+    known: &IdentifiedGpu<'_>,
     uuids: &BTreeSet<GpuUuid>,
     counters: &Counters,
     withheld: &mut Vec<WithheldGpu>,
@@ -362,7 +364,11 @@ impl Retained {
 
 /// Adds the devices that are no longer offered but may be allocated, each to its own GPU. Says of which
 /// of them only the identity is known.
-fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) -> Vec<DeviceName> {
+fn withdraw(
+    published: &[PublishedDevice],
+    gpus: &[IdentifiedGpu<'_>],
+    pool: &mut Pool,
+) -> Vec<DeviceName> {
     let offered: BTreeSet<String> = pool
         .devices
         .values()
@@ -382,12 +388,9 @@ fn withdraw(published: &[PublishedDevice], gpus: &[Known<'_>], pool: &mut Pool) 
         let present = gpus.iter().find(|known| known.uuid == retained.uuid);
         let mut device = retained.device;
         let counters = match (present, retained.name) {
-            (
-                Some(known),
-                DeviceName::Gpu { .. }
-                | DeviceName::Oversubscribed { .. }
-                | DeviceName::Minor { .. },
-            ) => known.counters(),
+            (Some(known), DeviceName::Gpu { .. } | DeviceName::Oversubscribed { .. }) => {
+                known.counters()
+            }
             // Of a GPU that is gone only its devices are known; a partition takes its part.
             (None, _)
             | (Some(_), DeviceName::Partition { .. } | DeviceName::SharedPartition { .. }) => {

@@ -1,4 +1,4 @@
-//! What of a GPU in use no further claim can have.
+//! The part of a GPU in use that no further claim can get.
 //!
 //! ```text
 //!  a GPU in partitions   free slices that no set of the offered profiles can use beside what is held
@@ -53,8 +53,10 @@ pub fn of_partitions(
     held: &BTreeSet<Place>,
 ) -> Result<SlicesLeft, HeldError> {
     let free = free_beside(geometry, held)?;
-    let possible = geometry.partitions.iter();
-    let possible = possible.filter(|it| offered.is_empty() || offered.contains(&it.profile));
+    let possible = geometry
+        .partitions
+        .iter()
+        .filter(|it| offered.is_empty() || offered.contains(&it.profile));
     let mut best = Best {
         possible: possible.map(|it| it.slices).collect(),
         known: BTreeMap::new(),

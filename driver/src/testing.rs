@@ -45,7 +45,6 @@ pub(crate) fn gpu(minor: u32) -> Gpu {
         context_memory: None,
         mig_capable: true,
         mig_mode: MigMode::default(),
-        mig_compute_slices: Some(7),
         vfio: None,
         vgpu: None,
         mig_instances: Vec::new(),

@@ -54,7 +54,7 @@ pub struct Actual {
     pub functions: Vec<Function>,
     /// Whether the driver `vfio-pci` is loaded.
     pub has_vfio: bool,
-    /// Whether the machine has NVSwitches, whose Fabric Manager has to know which GPUs belong to a virtual machine.
+    /// Whether the machine has NVSwitches: their Fabric Manager has to know which GPUs belong to a virtual machine.
     pub has_nvswitch: bool,
     /// A process that has the GPU open with its own driver, or its VFIO nodes.
     pub user: Option<User>,
@@ -291,8 +291,11 @@ fn members(actual: &Actual) -> Result<Vec<&Function>, Obstacle> {
     if actual.has_nvswitch {
         return Err(Obstacle::NvSwitch);
     }
-    let members = actual.functions.iter().filter(|it| !it.is_bridge());
-    let members: Vec<_> = members.collect();
+    let members: Vec<_> = actual
+        .functions
+        .iter()
+        .filter(|it| !it.is_bridge())
+        .collect();
     let is_own = |it: &Function| {
         PciAddress {
             function: actual.gpu.function,

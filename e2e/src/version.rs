@@ -1,19 +1,22 @@
-//! Versions of Tranche on the cluster: what this tree is, and the release that users upgrade from (`e2e/upgrade`).
+//! Versions of Tranche on the cluster: what this tree is, and one to update from.
 
 use std::path::PathBuf;
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 
 use crate::SYSTEM;
 use crate::tool::run;
+
+/// The tag and, of the chart, the version of the one to update from.
+const BEFORE: &str = "0.0.1";
 
 /// A version whose images are on the nodes.
 #[derive(Clone, Debug)]
 pub struct Version {
     /// The tag of its image.
     pub tag: String,
+    /// A folder or a package.
     chart: PathBuf,
-    values: PathBuf,
 }
 
 impl Version {
@@ -23,38 +26,42 @@ impl Version {
         Self {
             tag: "dev".to_owned(),
             chart: repository().join("deploy/helm/tranche"),
-            values: repository().join("e2e/kind/values.yaml"),
         }
     }
 
-    /// The release before, which `e2e/upgrade/build` has built. Loads its image.
+    /// The chart and the image of this tree under another version, because there is no release yet: the update replaces every
+    /// process and every label. Loads its image.
     pub async fn before() -> anyhow::Result<Self> {
-        let file = repository().join("e2e/upgrade/version");
-        let text = std::fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-        let tag = text.split_whitespace().next();
-        let folder = repository().join("target/cluster/before");
-        ensure!(
-            folder.join("chart").is_dir(),
-            "{} is missing: run e2e/upgrade/build",
-            folder.display()
-        );
-        let tag = tag.context("e2e/upgrade/version is empty")?.to_owned();
-        let image = format!("tranche/tranche:{tag}");
+        let image = format!("tranche/tranche:{BEFORE}");
         let load = repository().join("e2e/kind/load");
         let load = load
             .to_str()
             .context("the repository's path is not UTF-8")?;
-        run(load, &[&image], &[&folder.join("image")]).await?;
+        run(
+            load,
+            &[&image],
+            &[&repository().join("target/image/tranche")],
+        )
+        .await?;
+        let packages = repository().join("target/cluster/before");
+        let package = [
+            "package",
+            "--version",
+            BEFORE,
+            "--app-version",
+            BEFORE,
+            "--destination",
+        ];
+        run("helm", &package, &[&packages, &Self::this().chart]).await?;
         Ok(Self {
-            tag,
-            chart: folder.join("chart"),
-            values: folder.join("values.yaml"),
+            tag: BEFORE.to_owned(),
+            chart: packages.join(format!("tranche-{BEFORE}.tgz")),
         })
     }
 
     /// Installs it in place of whatever version is there, as deploy/README.md says, and waits until it runs.
     pub async fn install(&self) -> anyhow::Result<()> {
-        let crds = self.chart.join("crds");
+        let crds = repository().join("deploy/helm/tranche/crds");
         let apply = ["apply", "--server-side", "--force-conflicts", "--filename"];
         run("kubectl", &apply, &[&crds]).await?;
         let tag = format!("image.tag={}", self.tag);
@@ -70,7 +77,8 @@ impl Version {
             &tag,
             "--values",
         ];
-        run("helm", &upgrade, &[&self.values, &self.chart]).await
+        let values = repository().join("e2e/kind/values.yaml");
+        run("helm", &upgrade, &[&values, &self.chart]).await
     }
 }
 

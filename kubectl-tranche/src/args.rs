@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use tranche_driver::cost::Money;
 
 use crate::cluster::Connection;
+use crate::money::Money;
 use crate::output::Format;
 
 /// Who has which part of which GPU, what is free, what it costs, and what is wrong

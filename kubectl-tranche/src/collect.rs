@@ -26,11 +26,9 @@ use crate::output::{Block, Tone, View};
 pub struct File {
     /// Its path in the archive.
     pub path: String,
-    /// Its content.
     pub text: String,
 }
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 pub struct Collected {
     /// Where the archive was written.

@@ -1,23 +1,34 @@
 //! `cost`: what holders pay for an hour, what is free, what is stranded, and who has more than it uses.
 //!
-//! The parts of a GPU sum to its price: [`tranche_driver::cost`] says how they are measured.
+//! ```text
+//!  prices ─► split ─► bill ─► Answer    the price of a GPU for an hour, by product: an administrator's, or a default
+//!                                       split: that price among the GPU's holders, what is free and what is stranded
+//!  calculator                           jobs on whole GPUs against jobs on shares
+//! ```
+//!
+//! **What a holder pays.** A partition pays for its compute slices, as clouds price MIG. A share with sizes pays the mean of its
+//! part of the memory and its part of the cores. Timeshared shares, which have no sizes, pay equal parts. The parts of a GPU sum
+//! to its price.
 
 mod bill;
 mod calculator;
+mod prices;
+mod split;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Serialize, Serializer};
 use tranche_api::usage::Peak;
-use tranche_driver::cost::{Money, PriceError, Prices};
 
 use crate::args::CostBy;
 use crate::model::{Model, Tenant};
+use crate::money::Money;
 use crate::output::{Block, Table, Tone, View, bytes, or_dash, span};
 use crate::top::size;
 
 pub use bill::{Bill, Item, bill, of_gpu};
-pub use calculator::{Comparison, compare};
+pub use calculator::{Calculator, CalculatorError, Comparison, compare};
+pub use prices::{PriceError, Prices, key};
 
 /// Hours in a month, as clouds count them.
 const MONTH: u64 = 730;
@@ -27,7 +38,6 @@ const IDLE: u64 = 600;
 const HEADROOM: u64 = 25;
 const GI: u64 = 1 << 30;
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Answer {
@@ -76,7 +86,6 @@ pub struct Row {
     pub name: String,
     /// Devices and shares.
     pub devices: usize,
-    /// For an hour.
     pub per_hour: Dollars,
     /// For a month of 730 hours.
     pub per_month: Dollars,
@@ -156,7 +165,6 @@ impl RightSize {
     }
 }
 
-/// Answers.
 #[must_use]
 pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError]) -> Answer {
     let Bill {

@@ -25,18 +25,14 @@ pub enum Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Finding {
-    /// What was checked.
     pub check: &'static str,
-    /// How it ended.
     pub outcome: Outcome,
-    /// What was found.
     pub message: String,
     /// What to do about it; empty where all is well.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub way_out: String,
 }
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Report {

@@ -5,7 +5,6 @@ use k8s_openapi::api::events::v1::Event;
 
 use crate::facts::Facts;
 
-/// What was read.
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
     /// What `doctor` examines, with all objects.
@@ -23,9 +22,7 @@ pub struct Evidence {
 /// The log of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
-    /// The pod.
     pub pod: String,
-    /// The container.
     pub container: String,
     /// Its newest lines.
     pub text: String,

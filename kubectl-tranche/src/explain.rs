@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  read ─► Facts ─► pod: what keeps the pod from every node, or from one ──┐
-//!          (I/O)    tranche_driver::allocator: what keeps it from devices ─┴─► Explanation ─► words (table)
+//!          (I/O)    tranche_scheduler_rules: what keeps it from devices ─┴─► Explanation ─► words (table)
 //! ```
 
 mod facts;
@@ -11,7 +11,7 @@ mod read;
 mod words;
 
 use serde::Serialize;
-use tranche_driver::allocator::{
+use tranche_scheduler_rules::{
     Cluster as Allocator, Granted, PoolProblem, Problem, Release, Report, RequestReport, Selectors,
     Verdict,
 };
@@ -24,15 +24,12 @@ pub use read::{Error, read};
 /// For so many nodes it is searched whose release would help.
 const MOST_NODES_WITH_RELEASES: usize = 16;
 
-/// The answer.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Explanation {
     /// `pod` or `claim`.
     pub kind: &'static str,
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
     /// In one word.
     pub verdict: Answer,
@@ -44,7 +41,6 @@ pub struct Explanation {
     /// What the scheduler says of the pod itself.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scheduler: Option<String>,
-    /// What it has.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub has: Vec<Has>,
     /// The claims that are still to be allocated, `namespace/name`.
@@ -78,9 +74,7 @@ pub enum Answer {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Has {
-    /// The claim's name.
     pub claim: String,
-    /// The device.
     #[serde(flatten)]
     pub device: ClaimDevice,
     /// The other claims on the same GPU.
@@ -94,7 +88,6 @@ pub struct Has {
 pub struct Neighbour {
     /// `namespace/name`.
     pub claim: String,
-    /// Its pods.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub pods: Vec<String>,
     /// Bytes.

@@ -32,7 +32,6 @@ pub type Served<T> = Result<T, String>;
 /// Whether the caller may do something.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// The verb.
     pub verb: &'static str,
     /// The resource, as RBAC names it.
     pub resource: &'static str,
@@ -47,7 +46,6 @@ pub struct Access {
 pub struct Component {
     /// `controller`, `node-plugin`, `mps`.
     pub component: String,
-    /// The pod's name.
     pub pod: String,
     /// Its node; empty where it has none.
     pub node: String,

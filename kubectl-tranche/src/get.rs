@@ -18,7 +18,6 @@ pub struct Question {
     pub scope: Scope,
 }
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Answer {
@@ -58,10 +57,8 @@ pub struct Row {
 /// A GPU that nobody holds.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Free {
-    /// Its UUID.
     #[serde(rename = "gpuUUID")]
     pub gpu_uuid: String,
-    /// Its node.
     pub node: String,
 }
 
@@ -75,17 +72,14 @@ pub enum NotFound {
     InNamespace {
         /// `claim` or `pod`.
         kind: &'static str,
-        /// Its name.
         name: String,
         /// In words.
         place: String,
     },
-    /// A GPU.
     #[error("no GPU or device is called {0}: list them with `kubectl tranche get gpus`")]
     Gpu(String),
 }
 
-/// Answers.
 pub fn answer(model: &Model, question: &Question) -> Result<Answer, NotFound> {
     let Question { kind, name, scope } = question;
     let items = match kind {

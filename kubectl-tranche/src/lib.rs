@@ -26,6 +26,7 @@ pub mod facts;
 pub mod get;
 pub mod map;
 pub mod model;
+pub mod money;
 pub mod output;
 mod pods;
 pub mod recommend;

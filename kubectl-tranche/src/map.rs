@@ -11,11 +11,9 @@ use crate::usage::Used;
 /// Cells of a bar.
 const WIDTH: u64 = 40;
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Map {
-    /// The nodes.
     pub nodes: Vec<NodeMap>,
     /// Whether only ASCII characters are drawn.
     #[serde(skip)]
@@ -26,25 +24,20 @@ pub struct Map {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeMap {
-    /// The node.
     pub node: String,
     /// What is wrong with it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<String>,
-    /// Its GPUs.
     pub gpus: Vec<GpuMap>,
 }
 
-/// A GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuMap {
-    /// Its UUID.
     pub uuid: String,
     /// The digits of it that people read.
     #[serde(skip)]
     pub short: String,
-    /// Its product.
     pub product: String,
     /// Its memory, bytes.
     pub memory: u64,
@@ -66,7 +59,6 @@ pub struct GpuMap {
 pub struct Segment {
     /// Its part: bytes, slices or shares, of the sum of all.
     pub part: u64,
-    /// What it is.
     #[serde(flatten)]
     pub content: Content,
 }
@@ -83,7 +75,6 @@ pub enum Content {
         #[serde(skip_serializing_if = "Option::is_none")]
         profile: Option<String>,
     },
-    /// Free.
     Free,
     /// Free, and nobody can have it.
     Stranded,

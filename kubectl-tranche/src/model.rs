@@ -47,7 +47,6 @@ pub struct Model {
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Node {
-    /// Its name.
     pub name: String,
     /// The GPU driver's version.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -62,7 +61,6 @@ pub struct Node {
     pub gpus: Vec<Gpu>,
 }
 
-/// A GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Gpu {
@@ -126,13 +124,11 @@ pub struct Held {
 pub struct Tenant {
     /// The claim's namespace.
     pub namespace: String,
-    /// The claim's name.
     pub claim: String,
     /// The claim's UID.
     pub uid: String,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,
-    /// What it has.
     #[serde(flatten)]
     pub device: ClaimDevice,
     /// What of it is used now.

@@ -14,13 +14,11 @@ pub use claim::{Size, SizeError, yaml};
 pub use pod::{Known, of_pod};
 pub use tree::{Choice, Leaf, Next, Question, START, TREE, markdown};
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Recommendation {
     /// The DeviceClass.
     pub class: &'static str,
-    /// Why.
     pub why: &'static str,
     /// What to know before.
     pub traps: Vec<&'static str>,
@@ -39,7 +37,6 @@ pub enum AnswerError {
     /// A question that the tree does not have.
     #[error("there is no question {name:?}: the questions are {known}")]
     Question {
-        /// The name.
         name: String,
         /// Those that there are.
         known: String,
@@ -47,9 +44,7 @@ pub enum AnswerError {
     /// An answer that the question does not have.
     #[error("{question}={answer} is no answer: {known}")]
     Answer {
-        /// The question.
         question: &'static str,
-        /// The answer.
         answer: String,
         /// Those that there are.
         known: String,
@@ -67,7 +62,6 @@ pub enum AnswerError {
         "pod {namespace}/{pod} holds no GPU by a claim: check its name and --namespace, or answer the questions without --pod"
     )]
     NoPod {
-        /// Its namespace.
         namespace: String,
         /// Its name.
         pod: String,
@@ -156,7 +150,6 @@ pub fn missing(question: &Question) -> Result<&'static Choice, AnswerError> {
     })
 }
 
-/// Recommends.
 #[must_use]
 pub fn recommend(
     leaf: &'static Leaf,

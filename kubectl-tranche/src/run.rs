@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use clap::CommandFactory;
 use futures::future::try_join;
-use tranche_driver::cost::{Calculator, CalculatorError, Prices};
 
 use crate::args::{
     Args, Command, CostArgs, CostCommand, ExplainArgs, GetArgs, MapArgs, RecommendArgs, ScopeArgs,
     TopArgs, WatchArgs,
 };
 use crate::cluster::{Cluster, ConnectError, Connection};
+use crate::cost::{Calculator, CalculatorError, Prices};
 use crate::model::Model;
 use crate::output::{self, Block, Format, FormatError, Tone, View};
 use crate::recommend::AnswerError;

@@ -21,9 +21,7 @@ pub enum Resource {
     ResourceClaims,
     /// `deviceclasses.resource.k8s.io`.
     DeviceClasses,
-    /// `pods`.
     Pods,
-    /// `nodes`.
     Nodes,
     /// The ConfigMap with the prices.
     Prices,
@@ -31,7 +29,6 @@ pub enum Resource {
     DeviceTaintRules,
     /// `resourceclaimtemplates.resource.k8s.io`.
     ResourceClaimTemplates,
-    /// `resourcequotas`.
     ResourceQuotas,
     /// `nodeusages.usage.gpu.tranche.dev`: in no snapshot, see [`crate::usage`].
     NodeUsages,
@@ -103,9 +100,7 @@ pub enum Cause {
 /// A resource that could not be read, or not everywhere.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Gap {
-    /// What.
     pub resource: Resource,
-    /// Why.
     pub cause: Cause,
     /// Whether a part of it was read: that of one namespace.
     pub is_partial: bool,
@@ -116,10 +111,8 @@ pub struct Gap {
 /// Which namespaces claims and pods were read of.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
-    /// All.
     #[default]
     All,
-    /// One.
     Namespace(String),
 }
 
@@ -139,9 +132,7 @@ impl Scope {
 pub struct Snapshot {
     /// What was asked for.
     pub asked: BTreeSet<Resource>,
-    /// GpuNodes.
     pub gpu_nodes: Vec<GpuNode>,
-    /// SharingPolicies.
     pub policies: Vec<SharingPolicy>,
     /// ResourceSlices of our driver.
     pub slices: Vec<ResourceSlice>,
@@ -149,9 +140,7 @@ pub struct Snapshot {
     pub claims: Vec<ResourceClaim>,
     /// DeviceClasses, of any driver.
     pub classes: Vec<DeviceClass>,
-    /// Pods.
     pub pods: Vec<Pod>,
-    /// Nodes.
     pub nodes: Vec<Node>,
     /// `data` of the ConfigMap with the prices; `None` where there is none.
     pub prices: Option<BTreeMap<String, String>>,

@@ -322,7 +322,6 @@ fn h100(uuid: &str, nth: u32) -> Value {
         "uuid": uuid, "minor": nth, "index": nth, "productName": "NVIDIA H100 80GB HBM3", "brand": "Nvidia",
         "architecture": "Hopper", "cudaComputeCapability": "9.0", "pciBusID": format!("0000:{:02x}:00.0", 0x1b + nth),
         "memory": "81559Mi", "reservedMemory": "551Mi", "multiprocessors": 132, "migCapable": true,
-        "migComputeSlices": 7,
     })
 }
 

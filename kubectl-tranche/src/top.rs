@@ -11,34 +11,22 @@ use crate::output::{Block, Table, Tone, View, bytes, or_dash, span};
 use crate::snapshot::Scope;
 use crate::usage::Used;
 
-/// What is shown.
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 pub enum Answer {
     /// A row for each node.
-    Nodes {
-        /// The rows.
-        nodes: Vec<NodeRow>,
-    },
+    Nodes { nodes: Vec<NodeRow> },
     /// A row for each GPU.
-    Gpus {
-        /// The rows.
-        gpus: Vec<GpuRow>,
-    },
+    Gpus { gpus: Vec<GpuRow> },
     /// A row for each device of each pod.
-    Pods {
-        /// The rows.
-        pods: Vec<PodRow>,
-    },
+    Pods { pods: Vec<PodRow> },
 }
 
-/// A node.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeRow {
     /// Its name.
     pub node: String,
-    /// Its GPUs.
     pub gpus: usize,
     /// Those of which nobody holds any part, and that are offered.
     pub free: usize,
@@ -55,18 +43,14 @@ pub struct NodeRow {
     pub problems: Vec<String>,
 }
 
-/// A GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuRow {
-    /// Its node.
     pub node: String,
-    /// Its UUID.
     pub uuid: String,
     /// Its number in `nvidia-smi`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index: Option<u32>,
-    /// Its product.
     pub product: String,
     /// The tier that it serves.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -89,7 +73,6 @@ pub struct GpuRow {
 pub struct PodRow {
     /// The pod; empty for a claim that no pod uses.
     pub pod: String,
-    /// Of the GPU.
     #[serde(rename = "gpuUUID")]
     pub gpu_uuid: String,
     /// The claim, what it has, and what the pod uses of it.
@@ -97,7 +80,6 @@ pub struct PodRow {
     pub tenant: Tenant,
 }
 
-/// Answers.
 #[must_use]
 pub fn answer(model: &Model, kind: TopKind, scope: &Scope) -> Answer {
     match kind {

@@ -47,19 +47,12 @@ pub enum UiError {
     #[error(
         "cannot serve on 127.0.0.1:{port}: {problem}; choose another with --port, or 0 for any"
     )]
-    Listen {
-        /// It.
-        port: u16,
-        /// Why.
-        problem: io::Error,
-    },
-    /// The server.
+    Listen { port: u16, problem: io::Error },
     #[error("the page's server ended: {0}; start it again")]
     Serve(io::Error),
     /// The URL could not be told.
     #[error("cannot write the page's address: {0}")]
     Write(io::Error),
-    /// The records.
     #[error(transparent)]
     Record(#[from] records::RecordError),
 }

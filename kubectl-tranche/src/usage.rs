@@ -33,9 +33,7 @@ pub struct Used {
 /// A GPU of a node. A node that names another node's GPU says nothing of that one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeGpu {
-    /// The node.
     pub node: String,
-    /// The GPU's UUID.
     pub uuid: String,
 }
 
@@ -57,7 +55,6 @@ pub struct Part {
     pub node: String,
     /// The claim's UID.
     pub claim: String,
-    /// The device's name.
     pub device: String,
     /// The share, where claims share the device.
     pub share: Option<String>,

@@ -60,6 +60,10 @@ pub struct Args {
     /// The host's /sys, writable: GPUs for virtual machines change their kernel driver there
     #[arg(long, default_value = "/sys")]
     pub sysfs: PathBuf,
+    /// Whether /metrics has the sensors of whole GPUs (temperature, power, clocks, NVLink) under the names of dcgm-exporter;
+    /// false where dcgm-exporter runs
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set)]
+    pub gpu_sensors: bool,
     /// The most files of 8 MiB that the audit trail takes in the plugin dir; it needs at least 2
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(2..=1024))]
     pub audit_files: u32,

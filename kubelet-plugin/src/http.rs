@@ -36,16 +36,15 @@ use crate::share::usage::Usage;
 pub struct Scrape {
     /// Whether there is a driver.
     pub driver: watch::Receiver<DriverState>,
-    /// The counters.
     pub metrics: Arc<Metrics>,
-    /// The held claims.
     pub ledger: Arc<Ledger>,
     /// The paths of its pages.
     pub layout: Layout,
-    /// The watchdog's findings.
     pub last_findings: Arc<LastFindings>,
     /// Who uses the GPUs.
     pub usage: Arc<Usage>,
+    /// Whether the GPUs' sensors have series, under the names of dcgm-exporter.
+    pub gpu_sensors: bool,
 }
 
 /// The paths `/metrics` and `/usage`. They name tenants' pods and claims, so they need authorization.
@@ -74,6 +73,7 @@ async fn metrics(State(scrape): State<Scrape>, headers: HeaderMap) -> impl IntoR
             &scrape.last_findings,
             &usage,
             inventory,
+            scrape.gpu_sensors,
         ))
     });
     // Fails only at shutdown.
@@ -89,7 +89,8 @@ async fn usage(State(scrape): State<Scrape>) -> impl IntoResponse {
 }
 
 /// All metrics in the text format of OpenMetrics. Held claims and their usage are counted now,
-/// from the account of every held share; `usage` is what NVML said.
+/// from the account of every held share; `usage` is what NVML said;
+/// `gpu_sensors` says whether the sensors of whole GPUs are among them.
 #[must_use]
 pub fn exposition(
     metrics: &Metrics,
@@ -98,6 +99,7 @@ pub fn exposition(
     last_findings: &LastFindings,
     usage: &NodeUsage,
     inventory: Option<&Inventory>,
+    gpu_sensors: bool,
 ) -> String {
     let (claims, unreadable) = (ledger.held().len(), ledger.refused().len());
     metrics.set_held(&ledger.devices(), claims, unreadable);
@@ -107,7 +109,7 @@ pub fn exposition(
     let _ = encode_registry(&mut text, &shares::registry(ledger, layout));
     let _ = encode_registry(&mut text, &watchdog::registry(ledger, last_findings));
     let _ = encode_registry(&mut text, &claims::registry(usage, inventory, ledger));
-    let _ = encode_registry(&mut text, &dcgm::registry(usage));
+    let _ = encode_registry(&mut text, &dcgm::registry(usage, gpu_sensors));
     let _ = encode_eof(&mut text);
     text
 }

@@ -69,7 +69,6 @@ impl From<StoreError> for Entry {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("GPU {gpu_uuid} counts as taken, since it is not known what claim {holder} holds: {why}")]
 pub struct MayBeHeld {
-    /// The GPU.
     pub gpu_uuid: String,
     /// The UID of the claim that may hold it.
     pub holder: String,
@@ -95,7 +94,6 @@ pub enum Booking {
     Kept(Arc<Record>),
     /// The record that must be released first: the claim was allocated again.
     Moved(Arc<Record>),
-    /// A new reservation.
     New(Reservation),
 }
 
@@ -192,7 +190,6 @@ impl Ledger {
         self.publish_refused();
     }
 
-    /// All held claims.
     #[must_use]
     pub fn held(&self) -> Vec<Arc<Record>> {
         self.claims()
@@ -375,7 +372,6 @@ impl Ledger {
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets a claim.
     pub fn remove(&self, uid: &str) {
         let mut claims = self.claims();
         self.all_pods().remove(uid);

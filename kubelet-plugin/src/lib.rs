@@ -30,6 +30,10 @@
 //! failures through [`host::fs`], `tranche_serving::Clock`, `tranche_node::nvml` and the `kube::Client` of the
 //! API server.
 #![forbid(unsafe_code)]
+#![allow(
+    missing_docs,
+    reason = "nobody imports this crate but its own program: a name that says all needs no line"
+)]
 
 pub mod app;
 pub mod args;

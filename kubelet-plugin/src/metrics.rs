@@ -12,12 +12,9 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::Tier;
 
-/// The kubelet's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// NodePrepareResources.
     Prepare,
-    /// NodeUnprepareResources.
     Unprepare,
 }
 
@@ -78,6 +75,10 @@ pub struct Metrics {
     pub dead_processes: Counter,
     /// Processes that were ended because they bypassed their share's cap.
     pub bypasses_ended: Counter,
+    /// Failed attempts to write the audit trail.
+    pub audit_write_failures: Counter,
+    /// Entries of the audit trail that were dropped.
+    pub audit_entries_lost: Counter,
     /// 1 while there is a usable driver.
     pub driver_ready: Gauge,
     /// GPUs with shares for which NVML does not report utilization by process.
@@ -99,6 +100,8 @@ impl Default for Metrics {
             orphans: Counter::default(),
             dead_processes: Counter::default(),
             bypasses_ended: Counter::default(),
+            audit_write_failures: Counter::default(),
+            audit_entries_lost: Counter::default(),
             driver_ready: Gauge::default(),
             gpus_without_process_utilization: Gauge::default(),
         };
@@ -156,6 +159,16 @@ impl Metrics {
             "bypassing_processes_ended",
             "Processes that the node ended because they held memory that was not in their share's account",
             self.bypasses_ended.clone(),
+        );
+        r.register(
+            "audit_write_failures",
+            "Failed attempts to write the audit trail; its lines wait",
+            self.audit_write_failures.clone(),
+        );
+        r.register(
+            "audit_entries_lost",
+            "Beginnings and ends of claims that the audit trail lacks, because too many waited",
+            self.audit_entries_lost.clone(),
         );
         r.register(
             "driver_ready",

@@ -7,7 +7,7 @@ pub mod vfio;
 
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use futures::future::BoxFuture;
@@ -19,6 +19,7 @@ use tranche_api::gpu_node::{Published, PublishedGpu};
 use tranche_driver::audit::{Ended, Event, Line};
 use tranche_driver::cdi::driver_spec;
 use tranche_driver::journal::Record;
+use tranche_driver::providers;
 use tranche_driver::providers::Verdict;
 use tranche_serving::Clock;
 
@@ -37,16 +38,17 @@ use crate::gpu::records::GpuRecords;
 use crate::host::fs::{Fs, HostFs};
 use crate::host::install::{Installation, shims, testing::lay_out_image};
 use crate::host::layout::{Layout, testing::below};
-use crate::kubelet::pod_resources::{Container, InUse, Kubelet, PodResourcesError};
+use crate::kubelet::pod_resources::{Container, InUse, Kubelet, Listing, PodResourcesError};
 use crate::ledger::Ledger;
-use crate::ledger::audit;
+use crate::ledger::audit::{self, Audit};
 use crate::ledger::claim_ref::ClaimRef;
+use crate::metrics::Metrics;
 use crate::share::last_findings::LastFindings;
-use tranche_node::containers::Containers;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
 use tranche_node::nvml::{Gate, Nvml as _};
+use tranche_node::processes::containers::Containers;
 use tranche_node::root::DriverRoot;
 use tranche_node::testing::{self as files, MigGpus};
 
@@ -76,20 +78,23 @@ pub struct World {
     pub ready: Arc<Ready>,
     /// The GPUs' MIG state.
     pub mig: MigGpus,
-    /// The MPS supervisor.
     pub mps: Supervisor,
     /// The GPUs' IOMMU groups.
     pub pci: Machine,
     /// How much the audit trail may take.
     pub audit_limits: audit::Limits,
+    /// The file system of the audit trail.
+    pub audit_fs: Arc<dyn Fs>,
+    /// The trails of all processes.
+    pub audits: Mutex<Vec<Weak<Audit>>>,
 }
 
-/// One plugin process.
 pub struct Plugin {
     pub preparer: Arc<Preparer>,
     pub gpus: Arc<Gpus>,
     pub gate: Gate,
     pub reports: Arc<Reports>,
+    pub metrics: Arc<Metrics>,
     pub last_findings: Arc<LastFindings>,
     pub driver: watch::Sender<DriverState>,
     pub suspicions: tokio::sync::Mutex<mpsc::Receiver<String>>,
@@ -123,7 +128,7 @@ impl Reporter for Reports {
 
 /// A kubelet that lists given claims, or does not answer.
 #[derive(Clone, Debug, Default)]
-pub struct Listing(Arc<Mutex<Option<InUse>>>);
+pub struct KubeletList(Arc<Mutex<Option<InUse>>>);
 
 /// The container `main` of a pod of the team.
 fn main_of(pod: &str) -> Container {
@@ -134,7 +139,7 @@ fn main_of(pod: &str) -> Container {
     }
 }
 
-impl Listing {
+impl KubeletList {
     /// A kubelet that lists all of these, each for its pod.
     pub fn of(records: &[Arc<Record>]) -> Self {
         let listing = Self::default();
@@ -163,13 +168,16 @@ impl Listing {
     }
 }
 
-impl Kubelet for Listing {
-    fn in_use(&self) -> BoxFuture<'_, Result<InUse, PodResourcesError>> {
-        let told = self
-            .0
-            .lock()
-            .unwrap()
-            .clone()
+impl Kubelet for KubeletList {
+    fn list(&self, _: Duration) -> BoxFuture<'_, Result<Arc<Listing>, PodResourcesError>> {
+        let in_use = self.0.lock().unwrap().clone();
+        let listing = |in_use| Listing {
+            in_use,
+            others: Ok(providers::Kubelet::default()),
+        };
+        let told = in_use
+            .map(listing)
+            .map(Arc::new)
             .ok_or_else(|| PodResourcesError {
                 socket: "scripted".into(),
                 problem: "it says nothing".into(),
@@ -192,11 +200,11 @@ impl Search {
 
 impl Plugin {
     /// A search for orphans of this process.
-    pub async fn search(&self, world: &World, kubelet: &Listing) -> Search {
+    pub async fn search(&self, world: &World, kubelet: &KubeletList) -> Search {
         let search = OrphanSearch {
             preparer: Arc::clone(&self.preparer),
             claims: Claims::new(world.api.client()),
-            kubelet: Box::new(kubelet.clone()),
+            kubelet: Arc::new(kubelet.clone()),
             reporter: Arc::clone(&self.reports) as _,
             metrics: Arc::default(),
         };
@@ -239,6 +247,8 @@ impl World {
             pci: Machine::of(&mig),
             mig,
             mps: Supervisor::default(),
+            audit_fs: Arc::new(HostFs),
+            audits: Mutex::default(),
             audit_limits: audit::Limits {
                 files: 4,
                 file_bytes: 64 << 10,
@@ -327,12 +337,17 @@ impl World {
             &self.layout.libraries(),
             &self.layout.hooks,
         );
+        let metrics = Arc::<Metrics>::default();
         let audit = audit::Place {
             folder: self.layout.audit(),
             node: NODE.to_owned(),
             limits: self.audit_limits,
+            retry: Duration::from_millis(20),
             clock: Clock::system(),
         };
+        let audit = Audit::start(Arc::clone(&self.audit_fs), audit, Arc::clone(&metrics));
+        let audit = Arc::new(audit);
+        self.audits.lock().unwrap().push(Arc::downgrade(&audit));
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), audit)?;
         let ledger = Arc::new(Ledger::new(executor.recover()?));
         let reports = Arc::new(Reports::default());
@@ -371,7 +386,7 @@ impl World {
             gpus: Arc::clone(&gpus),
             ledger,
             reporter: Arc::clone(&reports) as _,
-            metrics: Arc::default(),
+            metrics: Arc::clone(&metrics),
             last_findings: Arc::clone(&last_findings),
             layout: self.layout.clone(),
             containers: Containers::new(self.proc()),
@@ -382,6 +397,7 @@ impl World {
             gpus,
             gate,
             reports,
+            metrics,
             last_findings,
             driver,
             suspicions: tokio::sync::Mutex::new(suspicions),
@@ -400,7 +416,6 @@ impl World {
         std::fs::write(folder.join("mountinfo"), mounts).unwrap();
     }
 
-    /// Ends a process.
     pub fn end(&self, pid: u32) {
         std::fs::remove_dir_all(self.proc().join(pid.to_string())).unwrap();
     }
@@ -418,8 +433,16 @@ impl World {
         })
     }
 
+    /// Waits until the running processes have written the audit trail; whether they could.
+    pub fn flush_audit(&self, patience: Duration) -> bool {
+        let audits = self.audits.lock().unwrap();
+        let mut running = audits.iter().filter_map(Weak::upgrade);
+        running.all(|audit| audit.flush(patience))
+    }
+
     /// The whole lines of the audit trail, the oldest first.
     pub fn trail(&self) -> Vec<Line> {
+        self.flush_audit(Duration::from_secs(5));
         let folder = self.layout.audit();
         let mut names: Vec<_> = (1..self.audit_limits.files)
             .map(|nth| format!("audit.jsonl.{nth}"))
@@ -569,7 +592,6 @@ pub fn whole(request: &str, minor: u32) -> Given {
     }
 }
 
-/// A capped share.
 pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
     let share = format!("00000000-0000-4000-8000-{:012}", minor + 1);
     Given {
@@ -592,7 +614,6 @@ pub fn oversubscribed(request: &str, minor: u32, percent: u32, memory: &str, cor
     }
 }
 
-/// A timeshared share.
 pub fn timeshared(request: &str, minor: u32) -> Given {
     Given {
         request: request.into(),
@@ -604,7 +625,6 @@ pub fn timeshared(request: &str, minor: u32) -> Given {
     }
 }
 
-/// A concurrent share.
 pub fn concurrent(request: &str, minor: u32, memory: &str, threads: u32) -> Given {
     Given {
         device: format!("gpu-{minor:08}-concurrent"),
@@ -612,7 +632,6 @@ pub fn concurrent(request: &str, minor: u32, memory: &str, threads: u32) -> Give
     }
 }
 
-/// A partition.
 pub fn partition(request: &str, minor: u32, name: &str) -> Given {
     Given {
         request: request.into(),

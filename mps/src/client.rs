@@ -22,7 +22,6 @@ pub enum ClientError {
     Unreachable {
         /// Its socket.
         path: PathBuf,
-        /// Why not.
         source: io::Error,
     },
     /// Not an answer of this protocol.
@@ -30,7 +29,6 @@ pub enum ClientError {
     Answer {
         /// Its socket.
         path: PathBuf,
-        /// Why not.
         source: serde_json::Error,
     },
     /// It says why.

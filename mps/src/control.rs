@@ -31,9 +31,7 @@ pub enum ControlError {
     /// The program cannot be executed.
     #[error("cannot execute {program}: {source}")]
     Execute {
-        /// Its path.
         program: PathBuf,
-        /// Why not.
         source: std::io::Error,
     },
     /// No answer in time.
@@ -41,14 +39,10 @@ pub enum ControlError {
         "the MPS control daemon has not answered {command:?} within {} s: a process may have connected to it and says nothing",
         PATIENCE.as_secs()
     )]
-    TimedOut {
-        /// The command.
-        command: String,
-    },
+    TimedOut { command: String },
     /// It has refused, or there is no daemon.
     #[error("{command:?}: the MPS control daemon: {answer}")]
     Failed {
-        /// The command.
         command: String,
         /// What the program printed.
         answer: String,
@@ -57,10 +51,7 @@ pub enum ControlError {
     #[error(
         "{command:?}: the MPS control daemon is busy with other connections: a process may connect to it again and again"
     )]
-    Busy {
-        /// The command.
-        command: String,
-    },
+    Busy { command: String },
     /// It has not set a limit.
     #[error(transparent)]
     Limit(#[from] LimitError),

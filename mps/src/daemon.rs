@@ -43,16 +43,10 @@ const LONGEST_LOG: u64 = 1 << 20;
 pub enum DaemonError {
     /// A file of it.
     #[error("{path}: {source}")]
-    File {
-        /// Its path.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    File { path: PathBuf, source: io::Error },
     /// It ended while it was started.
     #[error("the MPS control daemon of {device} ended at its start: {log}")]
     Ended {
-        /// The device.
         device: DeviceId,
         /// The end of its log.
         log: String,
@@ -60,9 +54,7 @@ pub enum DaemonError {
     /// It does not answer.
     #[error("the MPS control daemon of {device}: {source}")]
     Control {
-        /// The device.
         device: DeviceId,
-        /// Why not.
         source: ControlError,
     },
 }
@@ -78,7 +70,6 @@ fn at<T>(path: &Path, result: io::Result<T>) -> Result<T, DaemonError> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
-    /// Its limits.
     pub limits: Limits,
     /// Its process, once there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -27,17 +27,11 @@ pub enum EnterError {
         from: PathBuf,
         /// Where clients have it.
         to: &'static str,
-        /// Why not.
         source: io::Error,
     },
     /// The program cannot be executed.
     #[error("cannot execute {program}: {source}")]
-    Execute {
-        /// Its path.
-        program: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Execute { program: PathBuf, source: io::Error },
 }
 
 /// Replaces this process, which has one thread, by the program.

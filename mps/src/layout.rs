@@ -80,7 +80,6 @@ impl fmt::Display for DeviceId {
 /// The files of one daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Files {
-    /// Its folder.
     pub folder: PathBuf,
 }
 

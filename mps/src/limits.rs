@@ -12,7 +12,6 @@ use serde::{Deserialize, Serialize};
 /// The device's index in the daemon's view.
 const DEVICE: u32 = 0;
 
-/// The limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Limits {
@@ -37,7 +36,6 @@ pub enum LimitError {
     NotSet {
         /// The command.
         asked: String,
-        /// The answer.
         found: String,
     },
 }

@@ -31,16 +31,12 @@ pub struct Request {
 pub enum Command {
     /// A daemon serves the device with these limits, and has answered. Any number of times.
     Ensure {
-        /// The device.
         device: DeviceId,
         /// The daemon's defaults.
         limits: Limits,
     },
     /// No daemon of Tranche serves the device. Any number of times.
-    End {
-        /// The device.
-        device: DeviceId,
-    },
+    End { device: DeviceId },
     /// The daemons, as they are.
     List,
 }
@@ -55,13 +51,11 @@ pub enum Answer {
     Refused(String),
 }
 
-/// A daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Daemon {
     /// The device that it serves.
     pub device: DeviceId,
-    /// How it is.
     pub health: Health,
     /// Its process, in the supervisor's PID namespace; absent while it is not running.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -30,7 +30,6 @@ const LAST_PAUSE: Duration = Duration::from_secs(30);
 /// Why a daemon is not as asked.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
-    /// The limits.
     #[error(transparent)]
     Limit(#[from] LimitError),
     /// The driver has no MPS.

@@ -11,21 +11,22 @@
 //!       ▲              ├────► sweep: reclaims slots of dead processes
 //!       │ ├────► sampler ─► compute: the GPU time that each share is granted ─► cap pages
 //!       │              └────► watchdog: memory that NVML reports and no account has
-//!  /proc ──► containers: which processes still have a claim's devices
+//!  /proc ──► processes: which shares they use, to whom they belong, and which still have a claim's devices
 //! ```
+//!
+//! One thread owns the NVML that stays open while shares are in use ([`nvml::Session`]).
 //!
 //! The node plugin and `tranche run` both use it. It does not know Kubernetes, and it does not trust
 //! account pages: the tenant can write them.
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 pub mod capabilities;
 pub mod compute;
-pub mod containers;
 pub mod devices;
 pub mod discover;
 pub mod inventory;
 pub mod layouts;
-mod mountinfo;
 pub mod nvml;
 pub mod page;
 pub mod processes;

@@ -3,11 +3,13 @@
 //! [`Nvml`] and [`Driver`] are injected, so that a test can script a driver that is missing,
 //! appears late or fails. [`search`] finds the real library, `library` calls it.
 
+mod call;
 mod gate;
 mod kept;
 mod library;
 mod mig;
 pub mod search;
+mod session;
 mod time_slice;
 mod usage;
 
@@ -25,6 +27,7 @@ use crate::root::{DriverRoot, RootError};
 
 pub use gate::{Gate, Gated, Pass, Patient, Shut};
 pub use kept::KeptNvml;
+pub use session::Session;
 
 /// What NVML reports about a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -79,8 +82,6 @@ pub struct GpuDescription {
     pub mig_capable: bool,
     /// nvmlDeviceGetMigMode; both off where it is not supported.
     pub mig_mode: MigMode,
-    /// The largest `sliceCount` that nvmlDeviceGetGpuInstanceProfileInfo reports, if any.
-    pub mig_compute_slices: Option<u32>,
     /// The profiles into which MIG can divide the GPU; empty where the driver does not report them.
     pub mig_profiles: Vec<MigProfile>,
     /// The GPU instances that exist.

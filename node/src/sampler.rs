@@ -25,7 +25,7 @@ use tranche_shim_core::{CapPage, ComputePolicy, PageError, cap, paths};
 use crate::compute::evidence::{Report, Worked};
 use crate::compute::{Controller, Decision, Reading};
 use crate::page::{AccountFile, ReadError, open_page};
-use crate::processes::{FileId, Processes};
+use crate::processes::accounts::{FileId, Processes};
 use crate::utilization::{Answer, ByProcess, Utilization};
 
 /// Why a share's time is not sampled. It keeps its cores.

@@ -330,7 +330,7 @@ impl Groups for Vfio {
 
 /// Why a group is not as wanted.
 #[derive(Debug, thiserror::Error)]
-pub enum BringError {
+pub enum ReconcileError {
     /// Something is in the way.
     #[error(transparent)]
     Obstacle(#[from] Obstacle),
@@ -342,9 +342,9 @@ pub enum BringError {
     Restless(PciAddress),
 }
 
-/// Brings a GPU's group to VFIO, or back to the drivers that it had before, step by step. `write` keeps the record. Whoever
+/// Takes a GPU's group to VFIO, or back to the drivers that it had before, step by step. `write` keeps the record. Whoever
 /// calls it again after a failure goes on where it ended.
-pub fn bring<E: From<BringError>>(
+pub fn reconcile<E: From<ReconcileError>>(
     groups: &dyn Groups,
     gpu: (PciAddress, Option<u32>),
     wanted: bool,
@@ -352,17 +352,17 @@ pub fn bring<E: From<BringError>>(
     write: &mut dyn FnMut(Option<&Record>) -> Result<(), E>,
 ) -> Result<Actual, E> {
     for _ in 0..MOST_STEPS {
-        let actual = groups.read(gpu.0, gpu.1).map_err(BringError::Vfio)?;
-        match next(wanted, record.as_ref(), &actual).map_err(BringError::Obstacle)? {
+        let actual = groups.read(gpu.0, gpu.1).map_err(ReconcileError::Vfio)?;
+        match next(wanted, record.as_ref(), &actual).map_err(ReconcileError::Obstacle)? {
             Next::Write(changed) => {
                 write(changed.as_ref())?;
                 record = changed;
             }
-            Next::Change(change) => groups.change(&change).map_err(BringError::Vfio)?,
+            Next::Change(change) => groups.change(&change).map_err(ReconcileError::Vfio)?,
             Next::Done => return Ok(actual),
         }
     }
-    Err(BringError::Restless(gpu.0).into())
+    Err(ReconcileError::Restless(gpu.0).into())
 }
 
 /// What a file is, wherever its name is: a device by its number, so that the nodes of containers are seen.

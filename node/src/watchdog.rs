@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  NVML, by process ─────────────────┐
-//!  /proc: cgroup, mounts ─► owner ───┼─► probe: Sample ─► compare: Findings ─► metrics, events, end
+//!  /proc: processes::owner ──────────┼─► probe: Sample ─► compare: Findings ─► metrics, events, end
 //!  account pages, before and after ──┘
 //! ```
 //!
@@ -17,7 +17,6 @@
 pub mod compare;
 pub mod contexts;
 pub mod end;
-pub mod owner;
 pub mod probe;
 #[cfg(test)]
 mod tests;

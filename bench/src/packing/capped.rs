@@ -18,7 +18,6 @@ const GPUS: u32 = 32;
 /// What is in use together, in thousandths of a GPU.
 const LOAD: u32 = 16_000;
 
-/// Measures.
 pub fn run(args: Args) -> anyhow::Result<Vec<Row>> {
     let (node, policy) = Node::plan(GPUS, Tier::Capped)?;
     let first = node

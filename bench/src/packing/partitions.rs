@@ -32,7 +32,6 @@ fn profile(size: u32) -> (&'static str, u32) {
     fitting.unwrap_or(PROFILES[3])
 }
 
-/// Measures.
 pub fn run(args: Args) -> anyhow::Result<Vec<Row>> {
     let (node, _) = Node::plan(GPUS, Tier::Partition)?;
     let partition = |number: usize, size: u32| {

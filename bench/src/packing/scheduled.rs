@@ -129,7 +129,6 @@ fn h100(number: u32) -> Gpu {
         context_memory: None,
         mig_capable: true,
         mig_mode: tranche_api::gpu_node::MigMode::default(),
-        mig_compute_slices: Some(7),
         vfio: None,
         vgpu: None,
         mig_instances: Vec::new(),

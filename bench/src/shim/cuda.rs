@@ -140,7 +140,6 @@ impl Cuda {
         }
     }
 
-    /// Allocates.
     pub fn alloc(&self, bytes: usize) -> anyhow::Result<Pointer> {
         let mut pointer = 0;
         // SAFETY: a place for a pointer.
@@ -162,7 +161,6 @@ impl Cuda {
         Ok(())
     }
 
-    /// Frees.
     pub fn free(&self, pointer: Pointer) -> anyhow::Result<()> {
         // SAFETY: callers pass what `alloc` gave them, and never use its memory.
         check("cuMemFree", unsafe { (self.mem_free)(pointer) })

@@ -97,7 +97,6 @@ fn gpu(place: Place) -> Value {
         "uuid": place.uuid(), "minor": gpu, "index": gpu, "productName": PRODUCT, "brand": "Nvidia",
         "architecture": "Hopper", "cudaComputeCapability": "9.0", "pciBusID": pci_address(gpu),
         "memory": format!("{MEMORY}Mi"), "reservedMemory": format!("{RESERVED}Mi"), "multiprocessors": 132, "migCapable": true,
-        "migComputeSlices": 7,
     })
 }
 

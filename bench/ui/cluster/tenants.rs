@@ -76,7 +76,6 @@ impl Tenant {
         }
     }
 
-    /// The device's name.
     pub fn device(&self) -> String {
         let gpu = self.place.uuid()[4..12].to_owned();
         match self.part {

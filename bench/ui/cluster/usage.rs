@@ -23,7 +23,6 @@ const LOST: usize = 43;
 
 /// What a tenant does at one time, in thousandths.
 struct Load {
-    /// Of its memory.
     memory: u64,
     /// Of its part of the GPU's time.
     busy: u64,

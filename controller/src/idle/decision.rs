@@ -3,10 +3,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use tranche_driver::idle::{Holder, Step, Terms, Watch, Why};
-use tranche_driver::policy::IdleTerms;
+use tranche_driver::policy::{IdleRule, IdleTerms};
 
 use super::asked::NodeTerms;
+use super::holder::Holder;
+use super::state::{Step, Watch, Why, is_idle};
 
 /// What the API server says of a claim that may be idle.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -47,28 +48,28 @@ pub struct Act {
     /// What must be done; never [`Step::Nothing`].
     pub step: Step,
     /// What the policies ask of it, if they ask anything.
-    pub terms: Option<Terms>,
+    pub terms: Option<IdleRule>,
 }
 
 /// What is asked of a claim: the longest times of what is asked of its GPUs; `None` if nothing is asked of one of them.
 fn of_gpus(
     holder: &Holder,
     asked: &NodeTerms,
-    of: impl Fn(&IdleTerms) -> Option<Terms>,
-) -> Option<Terms> {
+    of: impl Fn(&IdleTerms) -> Option<IdleRule>,
+) -> Option<IdleRule> {
     let each = holder.gpus.iter().map(|gpu| of(asked.get(gpu)?));
     each.reduce(|one, two| Some(one?.more_patient(two?)))?
 }
 
 /// What would be asked of a claim if its namespace were selected: at least to be named.
-fn in_any_namespace(holder: &Holder, asked: &NodeTerms) -> Option<Terms> {
+fn in_any_namespace(holder: &Holder, asked: &NodeTerms) -> Option<IdleRule> {
     of_gpus(holder, asked, |terms| Some(terms.report()))
 }
 
 /// Whether a claim is idle if its namespace is selected: only of such claims are the facts needed.
 #[must_use]
 pub fn may_be_idle(holder: &Holder, asked: &NodeTerms) -> bool {
-    in_any_namespace(holder, asked).is_some_and(|terms| terms.find_idle(holder.seen))
+    in_any_namespace(holder, asked).is_some_and(|terms| is_idle(terms, holder.seen))
 }
 
 /// The steps of a node's claims. `watches` has the claims that were called idle; `now` is Unix time; `facts` has the facts of each claim

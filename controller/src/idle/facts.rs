@@ -10,10 +10,11 @@ use kube::{Api, Client, ResourceExt as _};
 use tranche_api::conditions::IDLE;
 use tranche_api::names::{DRIVER, IDLE_ANNOTATION, KEEP, node_of};
 use tranche_api::usage::ClaimReference;
-use tranche_driver::idle::{Device, Holder, Seen, Watch};
 use tranche_driver::pod::claims_of;
 
 use super::decision::{Facts, Noticed, PodFacts};
+use super::holder::{Device, Holder};
+use super::state::{Seen, Watch};
 use super::writer::told;
 use crate::apply::{ApplyError, read};
 

@@ -10,12 +10,13 @@ use kube::Client;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tranche_api::conditions::{IDLE, State};
-use tranche_driver::idle::{Holder, Step, Watch, Why, holders};
 use tranche_node_usage::Reader;
 
 use super::asked::{self, Asked, NodeTerms};
 use super::decision::{self, Act, Facts, Noticed, decide, may_be_idle};
 use super::facts;
+use super::holder::{Holder, holders};
+use super::state::{Step, Watch, Why};
 use super::writer::{EVICTION_REFUSED, Writer, condition_of};
 use crate::apply::{ApplyError, Executor};
 use crate::leader::Leadership;

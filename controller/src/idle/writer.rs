@@ -13,9 +13,11 @@ use serde_json::{Value, json};
 use tranche_api::Quantity;
 use tranche_api::conditions::{IDLE, State};
 use tranche_api::names::DRIVER;
-use tranche_driver::idle::{Action, Holder, Step, Why};
+use tranche_driver::policy::Action;
 
 use super::decision::{Act, PodFacts};
+use super::holder::Holder;
+use super::state::{Step, Why};
 use crate::apply::{ApplyError, Executor, event};
 use crate::metrics::Verb;
 

@@ -20,16 +20,13 @@ pub struct FileError {
     problem: String,
 }
 
-/// An alert.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Alert {
     /// Its name.
     pub alert: String,
-    /// Its expression.
     pub expr: String,
     /// What is added to its labels.
     pub labels: Labels,
-    /// What is shown.
     pub annotations: Annotations,
 }
 
@@ -77,7 +74,6 @@ fn read(path: &Path) -> Result<String, FileError> {
     })
 }
 
-/// The alerts.
 pub fn alerts(repository: &Path) -> Result<Vec<Alert>, FileError> {
     let path = repository.join(ALERTS);
     let rules: Rules = serde_saphyr::from_str(&read(&path)?).map_err(|e| FileError {

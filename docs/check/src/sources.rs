@@ -29,6 +29,7 @@ pub const FOLDERS: [&str; 18] = [
     "usage-api/src",
     "cli/src",
     "kubectl-tranche/src",
+    "kubectl-tranche/scheduler-rules/src",
     "shim/cuda/src",
     "shim/nvml/src",
     "shim/runtime/src",
@@ -37,8 +38,7 @@ pub const FOLDERS: [&str; 18] = [
 ];
 
 /// Where most texts are what a command shows when it works. Of these files only the texts of `#[error("…")]` are messages.
-const COMMANDS: [&str; 12] = [
-    "driver/src/cost",
+const COMMANDS: [&str; 11] = [
     "kubectl-tranche/src/collect",
     "kubectl-tranche/src/cost",
     "kubectl-tranche/src/doctor",

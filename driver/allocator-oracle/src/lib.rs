@@ -4,10 +4,9 @@
 //! API server's defaults and validation, keeps what is allocated in the scheduler's claim tracker, and allocates with the
 //! features that the release enables by default. `driver/allocator-oracle/build` builds it.
 //!
-//! `tests/` hold the slices that `tranche_driver::slices` plans to it, and the model of it in `tranche_driver::allocator`.
+//! `tests/` hold the slices that `tranche_driver::slices` plans to it; `kubectl-tranche/scheduler-rules` its copy of the rules.
 #![forbid(unsafe_code)]
 
-pub mod comparison;
 pub mod geometry;
 
 use std::collections::BTreeMap;
@@ -27,14 +26,14 @@ const CHART: &str = include_str!("../../../deploy/helm/rendered.yaml");
 /// By how much `TRANCHE_STORIES` makes the tests longer: 1 where it is not set. `make nightly` sets it.
 ///
 /// # Panics
-/// If it is no number from 1 on.
+/// If it is not a number above 0.
 #[must_use]
 pub fn stories_factor() -> u32 {
     let Ok(text) = std::env::var("TRANCHE_STORIES") else {
         return 1;
     };
     let factor = text.parse().ok().filter(|factor| *factor > 0);
-    factor.unwrap_or_else(|| panic!("TRANCHE_STORIES={text:?}: it is no number from 1 on"))
+    factor.unwrap_or_else(|| panic!("TRANCHE_STORIES={text:?}: it is not a number above 0"))
 }
 
 /// A running program.

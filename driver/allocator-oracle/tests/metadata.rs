@@ -32,7 +32,6 @@ fn gpu() -> Gpu {
         multiprocessors: None,
         mig_capable: false,
         mig_mode: MigMode::default(),
-        mig_compute_slices: None,
         vfio: None,
         vgpu: None,
         mig_instances: Vec::new(),

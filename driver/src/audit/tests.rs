@@ -186,26 +186,6 @@ fn a_start_adds_what_is_missing() {
     );
 }
 
-/// An earlier release writes journals without the start, also those that had one.
-#[test]
-fn a_journal_without_a_start_is_the_grant_that_is_open() {
-    let (mut trail, mut log) = (trail(), Vec::new());
-    let due = trail.held(&record("a", Some(1)), &pods(&["p"]), moment(1));
-    write(&mut trail, due, &mut log);
-    let earlier = record("a", None);
-    assert_eq!(trail.held(&earlier, &pods(&[]), moment(2)), []);
-    let due = trail.released(&earlier, Ended::Unprepared, &BTreeMap::new(), moment(3));
-    write(&mut trail, due, &mut log);
-    assert_eq!(log[2].grant, log[0].grant);
-    // One that began before there was a trail.
-    let due = trail.held(&record("b", None), &pods(&[]), moment(4));
-    assert_eq!(
-        (&*due[0].grant.grant, due[0].grant.start),
-        ("uid-of-b-gpu-0@", None)
-    );
-    assert_eq!(due[0].time, moment(4));
-}
-
 /// The claim's end was recorded, its journal was not removed, and the claim is prepared again.
 #[test]
 fn a_new_grant_of_a_claim_is_told_from_its_last_one() {

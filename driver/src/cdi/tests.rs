@@ -2,6 +2,7 @@ use proptest::prelude::*;
 use serde_json::json;
 
 use super::*;
+use crate::claim_spec::claim_spec;
 use crate::preparation::{MigDevice, PAGES, PreparationPlan, plan};
 use crate::testing::{UID, allocation, capped, gpu, inventory, plain, with};
 
@@ -61,8 +62,9 @@ fn a_concurrent_share_gets_its_daemon_and_its_limits() {
         (format!("{daemon}/shm"), "/dev/shm"),
     ] {
         let mut mounts = edits.mounts.iter();
-        let mount = mounts.find(|it| it.container_path == container_path);
-        let mount = mount.expect(container_path);
+        let mount = mounts
+            .find(|it| it.container_path == container_path)
+            .expect(container_path);
         assert_eq!(mount.host_path, host_path);
         assert_eq!(mount.options[0], "rw");
     }
@@ -92,15 +94,16 @@ fn a_concurrent_share_of_a_partition_gets_the_daemon_of_its_mig_device() {
     );
     let mut inventory = inventory(vec![gpu(0)]);
     inventory.mig_geometries = vec![crate::mig::tables::h100(&[&gpu(0).uuid])];
-    let plan = plan(&allocation("a", &[share]), &inventory, []).unwrap();
-    let plan = plan.on_gpu(&gpu(0).uuid, None, |_| {
-        Some(MigDevice {
-            uuid: "MIG-1".to_owned(),
-            gpu_instance: 1,
-            compute_instance: 0,
-            capabilities: [12, 13],
-        })
-    });
+    let plan = plan(&allocation("a", &[share]), &inventory, [])
+        .unwrap()
+        .on_gpu(&gpu(0).uuid, None, |_| {
+            Some(MigDevice {
+                uuid: "MIG-1".to_owned(),
+                gpu_instance: 1,
+                compute_instance: 0,
+                capabilities: [12, 13],
+            })
+        });
     let spec = claim_spec(&plan, &paths()).unwrap();
     let mounts = &spec.devices()[0].container_edits.mounts;
     let of_daemon = mounts.iter().filter(|it| it.host_path.contains("/mps/"));

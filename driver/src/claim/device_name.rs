@@ -20,7 +20,6 @@ use crate::oversubscription::Oversubscription;
 ///  gpu-4d8c1f9e-mig-1g10gb-0     a partition: a MIG profile and the memory slice where it begins
 ///  gpu-4d8c1f9e-capped-3g40gb-4  a partition in capped shares
 ///  gpu-4d8c1f9e-mps-3g40gb-4     a partition in concurrent shares: its tier's name would be too long
-///  gpu-0-capped                  the previous release's names, by minor number
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
@@ -59,14 +58,6 @@ pub enum DeviceName {
         /// The first of its memory slices.
         start: u8,
     },
-    /// A whole GPU as the previous release named it. Claims that that release prepared still have
-    /// such names; only their journals say which GPU it is. No device gets such a name.
-    Minor {
-        /// The N of `/dev/nvidiaN` when it was allocated.
-        minor: u16,
-        /// How it was offered.
-        tier: WholeGpuTier,
-    },
 }
 
 /// A tier that takes a GPU as a whole: every tier but [`Tier::Partition`].
@@ -99,9 +90,6 @@ pub enum PartitionTier {
     "{0:?} is not a device name: ours are gpu-<first digits of the UUID>, gpu-<…>-<tier>, gpu-<…>-capped-<percent>, gpu-<…>-mig-<profile>-<start> and gpu-<…>-<tier>-<profile>-<start>"
 )]
 pub struct DeviceNameError(String);
-
-/// The number of minor numbers that the previous release could name.
-const MINORS: u16 = 1000;
 
 impl WholeGpuTier {
     /// `None` for [`Tier::Partition`].
@@ -160,7 +148,7 @@ impl DeviceName {
     #[must_use]
     pub const fn tier(self) -> Tier {
         match self {
-            Self::Gpu { tier, .. } | Self::Minor { tier, .. } => tier.tier(),
+            Self::Gpu { tier, .. } => tier.tier(),
             Self::Oversubscribed { .. } => Tier::Capped,
             Self::Partition { .. } => Tier::Partition,
             Self::SharedPartition { tier, .. } => tier.tier(),
@@ -183,7 +171,7 @@ impl DeviceName {
         match self {
             Self::Partition { profile, start, .. }
             | Self::SharedPartition { profile, start, .. } => Some(Place { start, profile }),
-            Self::Gpu { .. } | Self::Oversubscribed { .. } | Self::Minor { .. } => None,
+            Self::Gpu { .. } | Self::Oversubscribed { .. } => None,
         }
     }
 
@@ -225,7 +213,6 @@ impl fmt::Display for DeviceName {
                 profile,
                 start,
             } => write!(f, "gpu-{gpu}-{}-{}-{start}", tier.label(), profile.label()),
-            Self::Minor { minor, tier } => write!(f, "gpu-{minor}{tier}"),
         }
     }
 }
@@ -261,8 +248,8 @@ fn read(text: &str) -> Option<DeviceName> {
         Some((gpu, kind)) => (gpu, Some(kind)),
         None => (rest, None),
     };
+    let gpu = UuidPrefix::parse(gpu)?;
     if let Some((kind, what)) = kind.and_then(|kind| kind.split_once('-')) {
-        let gpu = UuidPrefix::parse(gpu)?;
         let Some((profile, start)) = what.rsplit_once('-') else {
             let is_capped = kind == Tier::Capped.as_str();
             let over = Oversubscription::new(what.parse().ok()?).filter(|_| is_capped)?;
@@ -286,11 +273,7 @@ fn read(text: &str) -> Option<DeviceName> {
     }
     let tier = kind.map_or(Some(Tier::Exclusive), |word| word.parse().ok())?;
     let tier = WholeGpuTier::new(tier)?;
-    if let Some(gpu) = UuidPrefix::parse(gpu) {
-        return Some(DeviceName::Gpu { gpu, tier });
-    }
-    let minor = gpu.parse().ok().filter(|minor| *minor < MINORS)?;
-    Some(DeviceName::Minor { minor, tier })
+    Some(DeviceName::Gpu { gpu, tier })
 }
 
 #[cfg(test)]
@@ -352,20 +335,10 @@ mod tests {
                     start: 4,
                 },
             ),
-            (
-                "gpu-10-timeshared",
-                DeviceName::Minor {
-                    minor: 10,
-                    tier: tier(Tier::Timeshared),
-                },
-            ),
         ] {
             assert_eq!(text.parse(), Ok(name));
             assert_eq!(name.to_string(), text);
         }
-        // Eight decimal digits are a prefix of a UUID.
-        let name: DeviceName = "gpu-10000000".parse().unwrap();
-        assert!(matches!(name, DeviceName::Gpu { .. }));
     }
 
     #[test]
@@ -379,7 +352,8 @@ mod tests {
             "gpu-+1",
             "gpu--1",
             "gpu-1-",
-            "gpu-1000",
+            "gpu-0",
+            "gpu-10-timeshared",
             "gpu-4d8c1f9",
             "gpu-4D8C1F9E",
             "gpu-4d8c1f9e-Capped",
@@ -421,7 +395,7 @@ mod tests {
             .collect();
         let tier = prop::sample::select(tiers);
         prop_oneof![
-            (gpu.clone(), tier.clone()).prop_map(|(gpu, tier)| DeviceName::Gpu { gpu, tier }),
+            (gpu.clone(), tier).prop_map(|(gpu, tier)| DeviceName::Gpu { gpu, tier }),
             (gpu.clone(), 101..=400_u32).prop_map(|(gpu, percent)| {
                 let over = Oversubscription::new(percent).unwrap();
                 DeviceName::Oversubscribed { gpu, over }
@@ -450,7 +424,6 @@ mod tests {
                     }
                 }
             ),
-            (0..MINORS, tier).prop_map(|(minor, tier)| DeviceName::Minor { minor, tier }),
         ]
     }
 

@@ -20,7 +20,8 @@ pub struct PartitionDaemon {
     pub uuid: String,
 }
 
-/// What takes away a daemon that nobody wants any more, or whose MIG device is gone. One that does not end stays in the record.
+/// The next step to end a daemon that is no longer wanted, or that serves a MIG device that is gone. A daemon that does not end
+/// stays in the record.
 pub(super) fn without(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Next> {
     let mut daemons = record.partition_daemons.iter();
     let daemon = daemons.find(|daemon| {
@@ -37,14 +38,16 @@ pub(super) fn without(wanted: &Wanted, record: &Record, actual: &Actual) -> Opti
     Some(Next::Write(left))
 }
 
-/// What brings the daemons nearer that are needed now; `None` where all answer. Their partitions are made.
+/// The next step to start the daemons that are needed now; `None` if all of them answer. Their partitions exist.
 pub(super) fn with(
     wanted: &Wanted,
     record: &Record,
     actual: &Actual,
 ) -> Result<Option<Next>, Obstacle> {
-    let needed = wanted.partition_daemons.iter();
-    let needed = needed.filter(|(_, daemon)| **daemon == WantedDaemon::Ready);
+    let needed = wanted
+        .partition_daemons
+        .iter()
+        .filter(|(_, daemon)| **daemon == WantedDaemon::Ready);
     for (&place, _) in needed {
         if actual.compute_mode == ComputeMode::Prohibited {
             return Err(Obstacle::Prohibited);

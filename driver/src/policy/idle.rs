@@ -11,29 +11,66 @@ use tranche_api::sharing_policy::{
 };
 
 use super::{PolicyError, PolicyProblem, matching, of, out_of_range, selector};
-use crate::idle::{Action, Terms};
+
+/// What a policy says of idle claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdleRule {
+    /// Without a kernel for so long, a claim is idle.
+    pub after: Duration,
+    /// What then happens.
+    pub action: Action,
+}
+
+/// What happens to an idle claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// It is named, with what it would free.
+    Report,
+    /// It is named, and evicted after a time in which it, or its owner, can do something about it.
+    Evict {
+        /// That time.
+        grace: Duration,
+    },
+}
+
+impl IdleRule {
+    /// The more patient of both, for a claim with devices of several GPUs.
+    #[must_use]
+    pub fn more_patient(self, other: Self) -> Self {
+        let action = match (self.action, other.action) {
+            (Action::Evict { grace: one }, Action::Evict { grace: two }) => Action::Evict {
+                grace: one.max(two),
+            },
+            _ => Action::Report,
+        };
+        Self {
+            after: self.after.max(other.after),
+            action,
+        }
+    }
+}
 
 /// What is asked of idle claims of one GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IdleTerms {
     /// As its holders' namespaces are labelled.
     namespaces: LabelSelector,
-    terms: Terms,
+    terms: IdleRule,
 }
 
 impl IdleTerms {
     /// What is asked of a claim in a namespace with these labels, if anything.
     #[must_use]
-    pub fn of_namespace(&self, labels: &BTreeMap<String, String>) -> Option<Terms> {
+    pub fn of_namespace(&self, labels: &BTreeMap<String, String>) -> Option<IdleRule> {
         // It was tried when it was read.
         let is_selected = selector::matches(&self.namespaces, labels).unwrap_or(false);
         is_selected.then_some(self.terms)
     }
 
-    /// What is asked of a claim whose namespace does not matter: that it is named.
+    /// The terms where the namespace does not matter: a claim is only reported.
     #[must_use]
-    pub fn report(&self) -> Terms {
-        Terms {
+    pub fn report(&self) -> IdleRule {
+        IdleRule {
             action: Action::Report,
             ..self.terms
         }
@@ -86,7 +123,7 @@ pub(super) fn terms(policy: &IdlePolicy) -> Result<Option<IdleTerms>, PolicyProb
     };
     Ok(Some(IdleTerms {
         namespaces: namespaces.clone(),
-        terms: Terms { after, action },
+        terms: IdleRule { after, action },
     }))
 }
 

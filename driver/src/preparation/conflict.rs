@@ -121,22 +121,22 @@ pub(super) fn partition_of(place: Place) -> String {
 /// What is held, by GPU UUID.
 #[derive(Debug, Default)]
 pub(super) struct Holdings {
-    gpus: BTreeMap<String, Held>,
+    gpus: BTreeMap<String, GpuHoldings>,
 }
 
 /// What is held of a GPU.
 #[derive(Debug)]
-struct Held {
+struct GpuHoldings {
     /// The tier that the GPU itself serves.
     tier: Tier,
     holders: Vec<String>,
     shares: Shares,
-    places: BTreeMap<Place, HeldPlace>,
+    places: BTreeMap<Place, PartitionHoldings>,
 }
 
 /// What is held of a partition.
 #[derive(Debug)]
-struct HeldPlace {
+struct PartitionHoldings {
     /// The tier in which claims have it.
     tier: Tier,
     holders: Vec<String>,
@@ -152,9 +152,9 @@ struct Shares {
     cores: u64,
 }
 
-/// All of a GPU.
+/// What a device has in total.
 #[derive(Debug)]
-pub(super) struct Whole<'a> {
+pub(super) struct Total<'a> {
     /// Bytes that all shares of the device can have together: the GPU's, or its partition's.
     pub(super) memory: u64,
     /// How MIG divides it; for a partition.
@@ -179,32 +179,36 @@ impl Holdings {
         &mut self,
         device: &PreparedDevice,
         holder: &str,
-        whole: &Whole<'_>,
+        total: &Total<'_>,
     ) -> Result<(), Conflict> {
         if device.admin_access {
             return Ok(());
         }
-        let nothing = Held::none(device);
+        let nothing = GpuHoldings::none(device);
         let held = self.gpus.get(&device.gpu_uuid);
-        held.unwrap_or(&nothing).goes_with(device, whole)?;
+        held.unwrap_or(&nothing).goes_with(device, total)?;
         self.record(device, holder);
         Ok(())
     }
 
     fn record(&mut self, device: &PreparedDevice, holder: &str) {
-        let held = self.gpus.entry(device.gpu_uuid.clone());
-        let held = held.or_insert_with(|| Held::none(device));
+        let held = self
+            .gpus
+            .entry(device.gpu_uuid.clone())
+            .or_insert_with(|| GpuHoldings::none(device));
         note(&mut held.holders, holder);
         let Some(partition) = &device.partition else {
             held.shares.add(device);
             return;
         };
-        let place = held.places.entry(partition.place);
-        let place = place.or_insert_with(|| HeldPlace {
-            tier: device.tier,
-            holders: Vec::new(),
-            shares: Shares::default(),
-        });
+        let place = held
+            .places
+            .entry(partition.place)
+            .or_insert_with(|| PartitionHoldings {
+                tier: device.tier,
+                holders: Vec::new(),
+                shares: Shares::default(),
+            });
         note(&mut place.holders, holder);
         place.shares.add(device);
     }
@@ -263,7 +267,7 @@ impl Shares {
     }
 }
 
-impl Held {
+impl GpuHoldings {
     /// Nothing, of a GPU that is about to serve a device.
     fn none(device: &PreparedDevice) -> Self {
         Self {
@@ -274,7 +278,7 @@ impl Held {
         }
     }
 
-    fn goes_with(&self, device: &PreparedDevice, whole: &Whole<'_>) -> Result<(), Conflict> {
+    fn goes_with(&self, device: &PreparedDevice, total: &Total<'_>) -> Result<(), Conflict> {
         let (tier, wanted) = (self.tier, device.gpu_tier());
         let is_divided = tier == Tier::Partition && wanted == Tier::Partition;
         if let Some(holder) = self.holders.first().cloned()
@@ -289,8 +293,8 @@ impl Held {
             }
         }
         match &device.partition {
-            Some(partition) => self.place_goes_with(device, partition.place, whole),
-            None => self.shares.leave_room(device, whole.memory, &self.holders),
+            Some(partition) => self.place_goes_with(device, partition.place, total),
+            None => self.shares.leave_room(device, total.memory, &self.holders),
         }
     }
 
@@ -298,11 +302,11 @@ impl Held {
         &self,
         device: &PreparedDevice,
         place: Place,
-        whole: &Whole<'_>,
+        total: &Total<'_>,
     ) -> Result<(), Conflict> {
         let uuid = device.gpu_uuid.clone();
         let Some(held) = self.places.get(&place) else {
-            if !self.leaves_room(place, whole.geometry) {
+            if !self.leaves_room(place, total.geometry) {
                 let holders = self.holders.clone();
                 return Err(Conflict::Slices {
                     uuid,
@@ -310,7 +314,7 @@ impl Held {
                     holders,
                 });
             }
-            return Shares::default().leave_room(device, whole.memory, &[]);
+            return Shares::default().leave_room(device, total.memory, &[]);
         };
         if held.tier != device.tier || !held.tier.is_shared() {
             return Err(Conflict::SamePartition {
@@ -320,7 +324,7 @@ impl Held {
                 tier: held.tier,
             });
         }
-        held.shares.leave_room(device, whole.memory, &held.holders)
+        held.shares.leave_room(device, total.memory, &held.holders)
     }
 
     /// Whether the GPU has `place` beside all that are held.

@@ -239,15 +239,6 @@ fn a_name_that_two_gpus_fit_is_refused() {
 }
 
 #[test]
-fn a_name_of_the_release_before_means_nothing_without_a_journal() {
-    let error = refusal(&[plain("gpu-0")], &[]);
-    assert!(
-        error.contains("by the minor number 0, and no journal tells which GPU that was"),
-        "{error}"
-    );
-}
-
-#[test]
 fn a_plan_finds_its_gpus_again_by_uuid() {
     let before = prepared("a", &[plain("gpu-00000000")], &[]);
     let mut swapped = two_gpus();

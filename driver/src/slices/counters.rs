@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 
 use k8s_openapi::api::resource::v1::{Counter, CounterSet, Device, DeviceCounterConsumption};
-use tranche_api::gpu_node::Gpu;
 use tranche_api::quantity::Quantity;
 
 use crate::gpu::GpuUuid;
@@ -27,27 +26,13 @@ pub(super) struct Counters {
 
 impl Counters {
     /// All counters of the GPU. `geometry` is how MIG divides it, where that is known.
-    pub(super) fn of(gpu: &Gpu, uuid: GpuUuid, geometry: Option<&Geometry>) -> Self {
+    pub(super) fn of(uuid: GpuUuid, geometry: Option<&Geometry>) -> Self {
         if let Some(geometry) = geometry {
             return Self::of_slices(uuid, &geometry.whole);
         }
-        // A node of the release before says only into how many slices.
-        let divided = gpu
-            .mig_compute_slices
-            .and_then(|compute| Some((compute, mig::memory_slices(compute)?)));
-        match divided {
-            Some((compute, memory)) => Self::of_slices(
-                uuid,
-                &Slices {
-                    compute,
-                    memory: (1 << memory) - 1,
-                    ..Slices::default()
-                },
-            ),
-            None => Self {
-                uuid,
-                amounts: BTreeMap::from([(GPU.to_owned(), count(1))]),
-            },
+        Self {
+            uuid,
+            amounts: BTreeMap::from([(GPU.to_owned(), count(1))]),
         }
     }
 

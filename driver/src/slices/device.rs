@@ -114,8 +114,10 @@ pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferE
             }
             continue;
         };
-        let over = terms.capped.memory_oversubscription;
-        let over = over.filter(|_| whole == WholeGpuTier::Capped);
+        let over = terms
+            .capped
+            .memory_oversubscription
+            .filter(|_| whole == WholeGpuTier::Capped);
         let offered = supported(tier, gpu).and_then(|()| capacities(whole, terms, over, &memory));
         let movable = over.map_or(Ok(()), |_| oversubscribed::check(gpu));
         let capacity = match movable.and(offered) {
@@ -326,7 +328,7 @@ fn ranged(value: Quantity, default: Quantity, step: Quantity) -> DeviceCapacity 
     }
 }
 
-/// Places of which every share takes exactly one.
+/// Sharers: every share takes exactly one.
 fn places(most: u32) -> DeviceCapacity {
     let one = Quantity::from_count(1);
     DeviceCapacity {

@@ -54,13 +54,13 @@ pub(super) fn check_node(name: &str) -> Result<(), NodeNameError> {
     Ok(())
 }
 
-/// `<place>-<driver>-<node>-<hash>`, the node's name cut where that would be too long.
+/// `<position>-<driver>-<node>-<hash>`, the node's name cut where that would be too long.
 ///
 /// The hash distinguishes nodes whose names begin with the same text, and a node from an earlier
 /// one of the same name, whose slices may still exist.
-pub(super) fn slice(place: Place, node: &str, node_uid: &str) -> String {
+pub(super) fn slice(position: Position, node: &str, node_uid: &str) -> String {
     let hash = fnv1a(&[node, node_uid]);
-    let prefix = format!("{place}-{DRIVER}-");
+    let prefix = format!("{position}-{DRIVER}-");
     let room = LONGEST - prefix.len() - 1 - HASH;
     let node = node
         .get(..room)
@@ -71,14 +71,14 @@ pub(super) fn slice(place: Place, node: &str, node_uid: &str) -> String {
 
 /// The position of a slice among those of its node, which orders the names.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Place {
+pub(super) enum Position {
     /// A slice of counters, by number; before all GPUs.
     Counters(usize),
     /// Devices of the GPU at an address, by the slice's number among those of the GPU.
     Gpu(PciAddress, usize),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Position {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Counters(number) => write!(f, "0-{number:03}"),
@@ -120,7 +120,7 @@ mod tests {
         device: 2,
         function: 0,
     };
-    const GPU: Place = Place::Gpu(ADDRESS, 0);
+    const GPU: Position = Position::Gpu(ADDRESS, 0);
 
     #[test]
     fn the_hash_is_fnv_1a() {
@@ -162,7 +162,7 @@ mod tests {
         assert_ne!(name, slice(GPU, &other, "1"));
         assert_ne!(name, slice(GPU, &node, "2"));
         assert_eq!(
-            slice(Place::Counters(7), "node-a", "1"),
+            slice(Position::Counters(7), "node-a", "1"),
             "0-007-gpu.tranche.dev-node-a-cd419d104ed8def8"
         );
         assert_eq!(
@@ -178,12 +178,12 @@ mod tests {
             ..ADDRESS
         };
         let places = [
-            Place::Counters(999),
+            Position::Counters(999),
             GPU,
-            Place::Gpu(ADDRESS, 1),
-            Place::Gpu(ADDRESS, 2),
-            Place::Gpu(ADDRESS, 10),
-            Place::Gpu(next, 0),
+            Position::Gpu(ADDRESS, 1),
+            Position::Gpu(ADDRESS, 2),
+            Position::Gpu(ADDRESS, 10),
+            Position::Gpu(next, 0),
         ];
         let names = places.map(|place| slice(place, "node-a", "1"));
         assert_eq!(

@@ -150,7 +150,7 @@ fn divide(
         }
     }
     for share in &mut shares {
-        // It was found in samples, and this reading is none of them.
+        // It was found in samples, not in this reading.
         if let Some(peak) = &mut share.memory.peak {
             peak.bytes = peak.bytes.max(share.memory.used);
         }
@@ -223,8 +223,8 @@ impl Sum {
     }
 }
 
-/// The user of a share whose a process is, by what is known of the process; a new one if there is none. The first `listed` users are
-/// those that were known before.
+/// The user of a share to whom a process belongs, as far as its pod and container are known; a new user if nobody fits. The first
+/// `listed` users were known before.
 fn user_of(
     users: &mut Vec<User>,
     listed: usize,

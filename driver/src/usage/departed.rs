@@ -1,4 +1,4 @@
-//! Remembers whose processes died, as long as a GPU has memory that nobody owns.
+//! Remembers the claims with processes that died, as long as a GPU has memory that no process owns.
 
 use std::collections::BTreeMap;
 

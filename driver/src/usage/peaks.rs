@@ -10,11 +10,11 @@ use super::apportion::apportion;
 /// The peaks of held devices, by their keys, from sample to sample.
 #[derive(Clone, Debug, Default)]
 pub struct Peaks {
-    devices: BTreeMap<String, Known>,
+    devices: BTreeMap<String, Sampled>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Known {
+struct Sampled {
     bytes: u64,
     /// When the device was first seen, seconds.
     since: u64,
@@ -42,7 +42,7 @@ impl Peaks {
             }
         }
         for (key, bytes) in sums {
-            let new = Known { bytes, since: now };
+            let new = Sampled { bytes, since: now };
             let known = self.devices.entry(key.to_owned()).or_insert(new);
             known.bytes = known.bytes.max(bytes);
         }
@@ -56,7 +56,7 @@ impl Peaks {
     /// The peaks at `now`.
     #[must_use]
     pub fn get(&self, now: u64) -> BTreeMap<String, Peak> {
-        let peak = |known: &Known| Peak {
+        let peak = |known: &Sampled| Peak {
             bytes: known.bytes,
             watched_seconds: now.saturating_sub(known.since),
         };

@@ -1,6 +1,7 @@
 //! The audit trail of docs/audit.md.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde_json::Value;
@@ -15,8 +16,24 @@ const GIB: u64 = 1 << 30;
 /// Pods that come and go around each kill.
 const PODS: usize = 4;
 
-/// A namespace's lines of the node's trail, the oldest first.
+/// A namespace's lines of the node's trail, the oldest first. All of its claims are released: the plugin writes their ends a moment
+/// after their files are gone.
 async fn trail(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
+    let ended = async {
+        loop {
+            let lines = lines(case, namespace).await?;
+            let grants = grants(&lines)?;
+            if !grants.is_empty() && grants.values().all(|(_, ends)| *ends > 0) {
+                return Ok(lines);
+            }
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    };
+    let ended = tokio::time::timeout(wait::USUAL, ended).await;
+    ended.context("a grant of the trail does not end")?
+}
+
+async fn lines(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
     let read =
         format!("cd {PLUGIN_DIR}/audit && cat $(ls -v -r audit.jsonl.* 2>/dev/null) audit.jsonl");
     let lines: Vec<Value> = workload::lines(&case.node.shell(&read).await?)?;

@@ -22,7 +22,6 @@ const PAGE: u32 = 500;
 /// The ConfigMap with the prices, in the namespace in which Tranche runs.
 pub const PRICES: &str = "tranche-prices";
 
-/// One list.
 pub(crate) struct List<T> {
     pub(crate) objects: Vec<T>,
     pub(crate) gap: Option<Gap>,

@@ -2,22 +2,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tranche_driver::cost::{Basis, Money, Prices, split};
 use tranche_driver::stranded::Shares;
 
+use super::prices::Prices;
+use super::split::{Basis, split};
 use super::{Dollars, Total};
 use crate::model::{Gpu, Held, Model, Room, SharesRoom, SlicesRoom, Tenant};
+use crate::money::Money;
 
 /// What one tenant pays for one device.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Item<'a> {
-    /// The tenant.
     pub tenant: &'a Tenant,
-    /// For an hour.
     pub per_hour: Money,
 }
 
-/// All of it.
 #[derive(Clone, Debug, Default)]
 pub struct Bill<'a> {
     /// What tenants pay.

@@ -1,7 +1,5 @@
 //! The bill of a cluster.
 
-use tranche_driver::cost::Calculator;
-
 use crate::output::{Format, text};
 use crate::testing::{busy, part};
 use crate::usage::{PartUsed, Usage, Used};

@@ -16,7 +16,6 @@ use crate::usage::notes;
 /// The oldest Kubernetes that has what the slices need by default.
 const OLDEST_MINOR: u32 = 36;
 
-/// All findings.
 pub(super) fn all(facts: &Facts) -> Vec<Finding> {
     let mut findings = Vec::new();
     findings.push(version(facts));

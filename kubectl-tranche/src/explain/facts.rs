@@ -11,9 +11,7 @@ use crate::pods;
 /// What is asked about.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
-    /// A pod.
     Pod(String),
-    /// A claim.
     Claim(String),
 }
 
@@ -27,7 +25,6 @@ impl Subject {
         }
     }
 
-    /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         match self {
@@ -44,7 +41,6 @@ impl Subject {
 pub struct NotFound {
     /// In words.
     pub kind: &'static str,
-    /// The name.
     pub name: String,
     /// Where it was searched.
     pub namespace: String,
@@ -52,12 +48,10 @@ pub struct NotFound {
     pub nearest: String,
 }
 
-/// What was read.
 #[derive(Clone, Debug)]
 pub struct Facts {
     /// What is asked about.
     pub subject: Subject,
-    /// Its namespace.
     pub namespace: String,
     /// The pod; for a claim, the pod that waits for it, if there is one.
     pub pod: Option<Pod>,

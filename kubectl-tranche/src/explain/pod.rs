@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::{Node, PodSpec, ResourceQuota, Taint, Toleration};
 use k8s_openapi::api::resource::v1::{DeviceRequest, ResourceClaim};
-use tranche_driver::allocator::{selector_matches, term_matches};
+use tranche_scheduler_rules::{selector_matches, term_matches};
 
 use super::facts::{self, Facts, Source, Subject};
 

@@ -8,8 +8,8 @@ use k8s_openapi::api::resource::v1::{DeviceTaintRule, ResourceClaimTemplate, Res
 use kube::Api;
 use kube::api::ListParams;
 use tranche_api::names::DRIVER;
-use tranche_driver::allocator::add_taint_rules;
 use tranche_driver::extended_resources;
+use tranche_scheduler_rules::add_taint_rules;
 
 use super::facts::{self, Facts, NotFound, Source, Subject};
 use crate::cluster::{Cluster, list};

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use tranche_api::Quantity;
 use tranche_api::names::{DRIVER, OVERSUBSCRIBED};
-use tranche_driver::allocator::{DeviceReport, Granted, Holder, Obstacle, RequestReport};
 use tranche_driver::claim::DeviceName;
+use tranche_scheduler_rules::{DeviceReport, Granted, Holder, Obstacle, RequestReport};
 
 use super::{Answer, Explanation, Has, NodeExplanation, WouldFit};
 use crate::output::{Block, Tone, View, bytes};

@@ -45,11 +45,8 @@ impl State {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Claim {
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
-    /// Its UID.
     pub uid: String,
     /// How far it is.
     pub state: State,
@@ -86,11 +83,9 @@ pub struct Want {
 pub struct ClaimDevice {
     /// The request that it satisfies.
     pub request: String,
-    /// The node.
     pub node: String,
     /// The device's name in the slice.
     pub device: String,
-    /// The tier.
     pub tier: Tier,
     /// The GPU's UUID; `None` where neither slice nor node tells it.
     #[serde(rename = "gpuUUID", skip_serializing_if = "Option::is_none")]

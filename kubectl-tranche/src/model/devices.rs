@@ -53,7 +53,6 @@ impl<'a> Devices<'a> {
         }
     }
 
-    /// A device.
     #[must_use]
     pub fn get(&self, pool: &str, name: &str) -> Option<&'a Device> {
         self.by_name.get(&(pool, name)).copied()

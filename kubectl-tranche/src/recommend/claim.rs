@@ -22,7 +22,6 @@ pub struct Size {
 /// A size that no claim can have.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
-    /// Memory.
     #[error("--memory {0:?} is not an amount of memory: write bytes with a suffix, such as 20Gi")]
     Memory(String),
 }

@@ -11,7 +11,6 @@ use crate::snapshot::Snapshot;
 pub struct Known {
     /// The questions that it answers.
     pub answers: Answers,
-    /// What it has.
     pub size: Size,
     /// Where it uses much less: one line.
     pub hint: Option<String>,

@@ -18,7 +18,6 @@ pub struct Question {
 pub struct Choice {
     /// Its name on the command line.
     pub answer: &'static str,
-    /// What it means.
     pub meaning: &'static str,
     /// What follows.
     pub next: Next,
@@ -38,7 +37,6 @@ pub enum Next {
 pub struct Leaf {
     /// The DeviceClass.
     pub class: &'static str,
-    /// Why.
     pub why: &'static str,
     /// What to know before.
     pub traps: &'static [&'static str],

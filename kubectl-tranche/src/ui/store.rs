@@ -75,7 +75,6 @@ struct Kept {
 /// What has to be looked at again.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dirty {
-    /// Nodes.
     pub nodes: BTreeSet<String>,
     /// Whether it is what waits.
     pub waiting: bool,

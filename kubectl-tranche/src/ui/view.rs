@@ -19,12 +19,12 @@ mod waiting;
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
-use tranche_driver::cost::Prices;
 
 use self::used::Holders;
 use super::history::{History, Read};
 use super::records::{RecordError, Records};
 use super::store::{Dirty, Store};
+use crate::cost::Prices;
 use crate::model::Model;
 use crate::snapshot::Snapshot;
 use crate::usage::{self, Known};

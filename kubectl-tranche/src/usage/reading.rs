@@ -22,14 +22,12 @@ pub struct NodeReading {
 pub struct ClaimReading {
     /// Its namespace and name.
     pub metadata: ObjectMeta,
-    /// What it has.
     #[serde(default)]
     pub devices: Vec<ShareReading>,
     /// Why it, or a part of it, is not known.
     pub problem: Option<String>,
 }
 
-/// A GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 pub struct GpuReading {
     /// `GPU-…`.
@@ -60,15 +58,12 @@ struct PartitionReading {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ShareReading {
-    /// The claim.
     pub claim: Claim,
     /// The device's pool, which is its node's: the API leaves out what a node says of others' pools.
     pub pool: String,
-    /// The device's name.
     pub device: String,
     /// The share, where claims share the device.
     pub share_id: Option<String>,
-    /// Its memory.
     pub memory: ShareMemory,
     /// Its part of the device's time.
     #[serde(default)]
@@ -92,10 +87,8 @@ pub struct GroupReading {
     pub utilization: Time,
 }
 
-/// A claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 pub struct Claim {
-    /// Its UID.
     pub uid: String,
 }
 
@@ -131,7 +124,6 @@ impl GpuReading {
 }
 
 impl Time {
-    /// In percent.
     #[must_use]
     pub fn percent(self) -> Option<f64> {
         Some(f64::from(self.gpu?) / 100.0)

@@ -3,7 +3,7 @@
 //! ```text
 //!  journal the plan ─► GPUs as wanted ─► step 1 ─► … ─► step n ─► audit: allocated
 //!                                        any failure: undo n … 1, GPUs without the claim, remove the journal
-//!  undo n … 1 ─► GPUs without the claim ─► audit: released ─► remove the journal
+//!  undo n … 1 ─► GPUs without the claim ─► remove the journal ─► audit: released
 //! ```
 //!
 //! After a kill at any point the journal lists what to undo or repeat. Steps and inverses are
@@ -18,7 +18,8 @@ use std::sync::Arc;
 use tracing::{info, warn};
 use tranche_api::names::DRIVER;
 use tranche_driver::audit::{Ended, HeldAtEnd, Pod};
-use tranche_driver::cdi::{CdiError, claim_of_file_name, claim_spec};
+use tranche_driver::cdi::{CdiError, claim_of_file_name};
+use tranche_driver::claim_spec::claim_spec;
 use tranche_driver::journal::Record;
 use tranche_driver::metadata;
 use tranche_driver::preparation::{PAGES, PreparationPlan, PreparedDevice, Step, Undo};
@@ -31,13 +32,12 @@ use crate::gpu::gpus::{GpuError, Gpus};
 use crate::host::fs::{self, Durability, Fs, FsError, TmpfsSize};
 use crate::host::layout::{Layout, SharePaths};
 use crate::host::selinux::label_for_containers;
-use crate::ledger::audit::{Audit, Place};
+use crate::ledger::audit::Audit;
 use crate::ledger::journal::{Journal, Loaded};
 
 /// A step or an inverse that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
-    /// The file system.
     #[error(transparent)]
     Fs(#[from] FsError),
     /// A GPU is not as the claim needs it, or not as the others need it without the claim.
@@ -48,48 +48,31 @@ pub enum StepError {
     Cdi(#[from] CdiError),
     /// The cap page cannot be made.
     #[error("cap page of {key}: {source}")]
-    Cap {
-        /// The device's key.
-        key: String,
-        /// Why.
-        source: PageError,
-    },
+    Cap { key: String, source: PageError },
     /// The account page has invalid content.
     #[error(
         "account page {path}: {source}: its containers broke it; delete the pods that use the claim"
     )]
-    Account {
-        /// The page.
-        path: PathBuf,
-        /// Why.
-        source: PageError,
-    },
+    Account { path: PathBuf, source: PageError },
     /// The pages are of another release and one is missing.
     #[error(
         "page {path} is missing, and it has version {pages}, which this release cannot make: delete the pods that use \
          the claim to have it prepared by this release"
     )]
     OtherVersion {
-        /// The page.
         path: PathBuf,
         /// The version of the claim's pages.
         pages: u32,
     },
     /// The account page's file cannot be read.
     #[error("account page {path}: {source}")]
-    AccountFile {
-        /// The page.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    AccountFile { path: PathBuf, source: io::Error },
 }
 
 /// A plan that was not carried out.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}{}", cleanup_text(cleanup))]
 pub struct ExecuteError {
-    /// What failed.
     pub error: StepError,
     /// The steps that could not be undone: their results still exist, and so does the journal.
     pub cleanup: Vec<StepError>,
@@ -130,7 +113,6 @@ pub struct UndoError(pub Vec<StepError>);
 /// How and when a claim ends.
 #[derive(Clone, Copy)]
 pub struct End<'a> {
-    /// How.
     pub how: Ended,
     /// The memory of a GPU, by UUID, that no process holds, in bytes, as far as it is known.
     pub unowned: &'a dyn Fn(&str) -> Option<u64>,
@@ -152,9 +134,8 @@ pub struct Executor {
 }
 
 impl Executor {
-    /// Uses the paths of `layout`, with its audit trail at `audit`.
-    pub fn new(fs: Arc<dyn Fs>, layout: Layout, audit: Place) -> Result<Self, FsError> {
-        let audit = Arc::new(Audit::open(Arc::clone(&fs), audit)?);
+    /// Uses the paths of `layout`.
+    pub fn new(fs: Arc<dyn Fs>, layout: Layout, audit: Arc<Audit>) -> Result<Self, FsError> {
         let journal = Journal::open(Arc::clone(&fs), layout.claims())?;
         fs.create_dir(&layout.shares)?;
         label_for_containers(&layout.shares)?;
@@ -169,13 +150,11 @@ impl Executor {
         })
     }
 
-    /// The audit trail.
     #[must_use]
     pub fn audit(&self) -> &Audit {
         &self.audit
     }
 
-    /// The journal.
     #[must_use]
     pub fn journal(&self) -> &Journal {
         &self.journal
@@ -227,7 +206,7 @@ impl Executor {
         for step in &prepared.steps {
             self.step(prepared, step, dev_root)?;
         }
-        self.audit.held(&record, pods)?;
+        self.audit.held(&record, pods);
         Ok(record.plan)
     }
 
@@ -246,12 +225,11 @@ impl Executor {
         failed.extend(self.remove_folder(uid).err().map(StepError::from));
         failed.extend(gpus.release(plan).err().map(StepError::from));
         if failed.is_empty() {
-            let recorded = self.audit.released(record, end.how);
-            let removed = recorded.and_then(|()| self.journal.remove(uid));
+            let removed = self.journal.remove(uid);
             failed.extend(removed.err().map(StepError::from));
         }
         if failed.is_empty() {
-            self.audit.forget(record);
+            self.audit.released(record, end.how);
             Ok(())
         } else {
             Err(UndoError(failed))
@@ -350,7 +328,7 @@ impl Executor {
         for (uid, _) in &loaded.refused {
             leftovers.remove(uid);
         }
-        self.audit.settle(&loaded)?;
+        self.audit.started(&loaded);
         for uid in &leftovers {
             match self.sweep(uid) {
                 Ok(()) => info!(uid, "removed files of a claim without a journal"),

@@ -18,6 +18,7 @@ mod tests;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tokio::sync::mpsc;
@@ -45,23 +46,18 @@ pub fn suspicions() -> (mpsc::Sender<String>, mpsc::Receiver<String>) {
     mpsc::channel(WAITING)
 }
 
-/// Searches for orphans.
 #[derive(Debug)]
 pub struct OrphanSearch {
-    /// Releases claims.
     pub preparer: Arc<Preparer>,
-    /// The API server.
     pub claims: Claims,
     /// Lists which claims the pods use.
-    pub kubelet: Box<dyn Kubelet>,
+    pub kubelet: Arc<dyn Kubelet>,
     /// Reports the status of a claim that an earlier process did not report.
     pub reporter: Arc<dyn Reporter>,
-    /// The counters.
     pub metrics: Arc<Metrics>,
 }
 
 impl OrphanSearch {
-    /// Searches until cancelled.
     pub async fn run(self, mut suspicions: mpsc::Receiver<String>, stop: CancellationToken) {
         let mut schedule = Schedule::default();
         let mut kubelet_tells = true;
@@ -80,7 +76,6 @@ impl OrphanSearch {
                 () = stop.cancelled() => return,
                 () = tokio::time::sleep_until(due.min(refresh)) => {}
                 Some(uid) = suspicions.recv() => {
-                    // It may have become held only a moment ago.
                     kubelet_tells = self.refresh(&mut schedule, kubelet_tells).await;
                     schedule.suspect(Instant::now(), &uid);
                     // Several claims may block one.
@@ -98,8 +93,9 @@ impl OrphanSearch {
         let preparer = Arc::clone(&self.preparer);
         // Claims with unreadable journals are not held until they can be read. It fails only at shutdown.
         let _ = tokio::task::spawn_blocking(move || preparer.read_refused_again()).await;
-        let in_use = self.kubelet.in_use().await;
-        if let Err(error) = &in_use
+        // A claim may have become held only a moment ago.
+        let listing = self.kubelet.list(Duration::ZERO).await;
+        if let Err(error) = &listing
             && answered_before
         {
             warn!(%error, "the kubelet does not list its pods' claims; asking the API server instead, every few hours");
@@ -107,8 +103,8 @@ impl OrphanSearch {
         let mut held = BTreeMap::new();
         let mut joined = Vec::new();
         for record in self.ledger().held() {
-            let listed = in_use.as_ref().ok().map(|in_use| {
-                let mut pods = in_use.pods(&record);
+            let listed = listing.as_ref().ok().map(|listing| {
+                let mut pods = listing.in_use.pods(&record);
                 let listed = !pods.is_empty();
                 for known in self.ledger().pods(uid(&record)) {
                     pods.remove(&known);
@@ -127,7 +123,7 @@ impl OrphanSearch {
         for (uid, pods) in joined {
             schedule.joined(now, &uid, pods);
         }
-        in_use.is_ok()
+        listing.is_ok()
     }
 
     /// Asks the API server for one claim, and releases it if it has been gone for long enough and is not in use. Returns whether
@@ -157,7 +153,7 @@ impl OrphanSearch {
         match self.claims.get(claim).await {
             Ok(None) => Found::Gone,
             Ok(Some(object)) if is(&object, claim) => {
-                self.preparer.note_pods(record, &object).await;
+                self.preparer.note_pods(record, &object);
                 if !has_devices_in_status(&object) {
                     // An earlier process was killed after its answer and before its report.
                     self.reporter.prepared(record);

@@ -49,7 +49,7 @@ use crate::ledger::{Booking, Ledger};
 use crate::locks::Locks;
 use crate::metrics::Metrics;
 use crate::share::last_findings::LastFindings;
-use tranche_node::containers::Containers;
+use tranche_node::processes::containers::Containers;
 use tranche_node::root::{DriverRoot, Kind};
 
 /// How long one claim may take, of the 45 s that the kubelet gives a call.
@@ -83,29 +83,22 @@ pub trait Reporter: Send + Sync + std::fmt::Debug {
 /// What a preparer needs.
 #[derive(Debug)]
 pub struct Parts {
-    /// This node's pool.
     pub pool: String,
     /// The driver's CDI spec.
     pub spec_file: Arc<SpecFile>,
-    /// Carries out plans.
     pub executor: Executor,
     /// What belongs to GPUs and not to one claim.
     pub gpus: Arc<Gpus>,
     /// Our files for containers.
     pub installation: Result<Installation, InstallError>,
-    /// The current driver.
     pub driver: watch::Receiver<DriverState>,
     /// Other systems that hand out the GPUs; `None` until the first search.
     pub others: watch::Receiver<Option<Verdict>>,
     /// What the policies ask of this node.
     pub policy: watch::Receiver<NodePolicy>,
-    /// The API server.
     pub claims: Claims,
-    /// The held claims.
     pub ledger: Arc<Ledger>,
-    /// Status and events.
     pub reporter: Arc<dyn Reporter>,
-    /// The counters.
     pub metrics: Arc<Metrics>,
     /// What the watchdog found.
     pub last_findings: Arc<LastFindings>,
@@ -134,7 +127,6 @@ impl Preparer {
         })
     }
 
-    /// The held claims.
     #[must_use]
     pub fn ledger(&self) -> &Arc<Ledger> {
         &self.parts.ledger
@@ -260,11 +252,6 @@ impl Preparer {
                 Ok(plan.with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
-                // Its release got as far as its end in the audit trail: nothing of it is in use.
-                Booking::Kept(record) if executor.audit().is_released(&record) => {
-                    self.undo(&record, Ended::PreparedAnew)?;
-                    ledger.remove(&allocation.uid);
-                }
                 // A boot removed its pages, so no container uses them: it gets pages of this
                 // release.
                 Booking::Kept(record)
@@ -436,15 +423,10 @@ impl Preparer {
     }
 
     /// Notes which pods use a held claim, as its object says now: for metrics, the watchdog and the audit trail.
-    pub async fn note_pods(self: &Arc<Self>, record: &Arc<Record>, object: &ResourceClaim) {
+    pub fn note_pods(&self, record: &Record, object: &ResourceClaim) {
         self.parts.ledger.note_pods(object);
-        let (this, record) = (Arc::clone(self), Arc::clone(record));
-        let pods = pods_of(object);
-        let noted = move || this.parts.executor.audit().joined(&record, &pods);
-        // It fails only at shutdown.
-        if let Ok(Err(error)) = tokio::task::spawn_blocking(noted).await {
-            warn!(%error, "the audit trail lacks pods that share a claim");
-        }
+        let audit = self.parts.executor.audit();
+        audit.joined(record, &pods_of(object));
     }
 
     /// Releases a claim whose pods have ended; one that is not held is released already. Waits for processes that still run: the

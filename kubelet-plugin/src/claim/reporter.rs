@@ -14,7 +14,6 @@ use crate::cluster::status::StatusWriter;
 pub struct ClusterReporter {
     /// `claim.status.devices`.
     pub status: StatusWriter,
-    /// The pods' events.
     pub events: Events,
 }
 

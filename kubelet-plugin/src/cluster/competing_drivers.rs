@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::resource::v1::ResourceSlice;
@@ -20,24 +21,20 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::gpu_node::Inventory;
-use tranche_driver::providers::{Kubelet, NVIDIA_DRIVER, PluginDevice, Seen, Verdict, verdict};
+use tranche_driver::providers::{self, NVIDIA_DRIVER, Seen, Verdict, verdict};
 
 use crate::cluster::api_server::within;
 use crate::gpu::driver_state::DriverState;
-use crate::kubelet::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
-use crate::kubelet::proto::podresources::{
-    AllocatableResourcesRequest, ContainerDevices, ListPodResourcesRequest,
-};
-use crate::kubelet::sockets::connect;
+use crate::kubelet::pod_resources::Kubelet;
 
 /// How often to search: the longest time until another system, or its end, is detected.
 const EVERY: Duration = Duration::from_secs(5);
 /// The time limit for an answer of a plugin or the kubelet.
 const DEADLINE: Duration = Duration::from_secs(3);
+/// How old the kubelet's answer may be: what others were told a moment ago.
+const POD_RESOURCES_AGE: Duration = Duration::from_secs(4);
 /// How often the API server is asked for the slices of NVIDIA's DRA driver while it runs.
 const SLICES_EVERY: Duration = Duration::from_secs(30);
-/// The longest answer: the limit of the kubelet's own client (`podresources.DefaultMaxMsgSize`).
-const LONGEST: usize = 16 << 20;
 
 /// The places to search.
 #[derive(Clone, Debug)]
@@ -46,8 +43,6 @@ pub struct Places {
     pub device_plugins: PathBuf,
     /// The kubelet's `plugins_registry`, where DRA drivers have their registration sockets.
     pub registry: PathBuf,
-    /// The kubelet's pod resources socket.
-    pub pod_resources: PathBuf,
 }
 
 /// The API server's answer: GPU UUIDs by device, or why there is none.
@@ -56,6 +51,7 @@ type Answer = Result<BTreeMap<String, String>, String>;
 /// Searches for other systems.
 pub struct CompetingDriverSearch {
     places: Places,
+    kubelet: Arc<dyn Kubelet>,
     slices: Api<ResourceSlice>,
     node: String,
     /// The newest answer of the API server, and when it was asked.
@@ -73,9 +69,10 @@ impl fmt::Debug for CompetingDriverSearch {
 impl CompetingDriverSearch {
     /// A search on the node `node`.
     #[must_use]
-    pub fn new(places: Places, client: Client, node: String) -> Self {
+    pub fn new(places: Places, kubelet: Arc<dyn Kubelet>, client: Client, node: String) -> Self {
         Self {
             places,
+            kubelet,
             slices: Api::all(client),
             node,
             published: None,
@@ -111,12 +108,11 @@ impl CompetingDriverSearch {
         let Places {
             device_plugins,
             registry,
-            pod_resources,
         } = self.places.clone();
         let (plugin_sockets, dra_sockets, kubelet) = tokio::join!(
             live_sockets(&device_plugins, is_plugin_socket),
             live_sockets(&registry, is_dra_socket),
-            ask_kubelet(&pod_resources),
+            self.ask_kubelet(),
         );
         let claimed = kubelet.as_ref().is_ok_and(|k| !k.claimed.is_empty());
         let slices = if dra_sockets.is_empty() && !claimed {
@@ -131,6 +127,14 @@ impl CompetingDriverSearch {
             dra_sockets,
             slices,
         }
+    }
+
+    /// The kubelet's device plugins, and the pods that hold devices of other systems.
+    async fn ask_kubelet(&self) -> Result<providers::Kubelet, String> {
+        let listed = timeout(DEADLINE, self.kubelet.list(POD_RESOURCES_AGE)).await;
+        let listed = listed.map_err(|_| format!("no answer within {} s", DEADLINE.as_secs()))?;
+        let listing = listed.map_err(|error| error.to_string())?;
+        listing.others.clone()
     }
 
     /// The devices of NVIDIA's DRA driver on this node, with the UUIDs of their GPUs.
@@ -219,64 +223,6 @@ fn socket_names(folder: &Path, is_meant: fn(&str) -> bool) -> io::Result<Vec<Str
         }
     }
     Ok(names)
-}
-
-/// Reads the kubelet's device plugins, and the pods that hold devices of other systems.
-async fn ask_kubelet(socket: &Path) -> Result<Kubelet, String> {
-    let asked = timeout(DEADLINE, async {
-        let channel = connect(socket, "localhost").await;
-        let channel = channel.map_err(|e| reason(&e))?;
-        let mut client = PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST);
-        let offered = client
-            .get_allocatable_resources(AllocatableResourcesRequest {})
-            .await
-            .map_err(|e| e.to_string())?
-            .into_inner();
-        let pods = client
-            .list(ListPodResourcesRequest {})
-            .await
-            .map_err(|e| e.to_string())?
-            .into_inner();
-        let mut kubelet = Kubelet {
-            offered: offered.devices.iter().flat_map(plugin_devices).collect(),
-            ..Kubelet::default()
-        };
-        for pod in pods.pod_resources {
-            let name = format!("{}/{}", pod.namespace, pod.name);
-            for container in pod.containers {
-                for device in container.devices.iter().flat_map(plugin_devices) {
-                    kubelet.held.push((name.clone(), device));
-                }
-                let claims = container.dynamic_resources.into_iter();
-                for device in claims.flat_map(|claim| claim.claim_resources) {
-                    if device.driver_name == NVIDIA_DRIVER {
-                        kubelet.claimed.push((name.clone(), device.device_name));
-                    }
-                }
-            }
-        }
-        Ok(kubelet)
-    });
-    let answer = asked.await;
-    answer
-        .unwrap_or_else(|_| Err(format!("no answer within {} s", DEADLINE.as_secs())))
-        .map_err(|why| format!("{}: {why}", socket.display()))
-}
-
-fn plugin_devices(devices: &ContainerDevices) -> impl Iterator<Item = PluginDevice> + '_ {
-    devices.device_ids.iter().map(|id| PluginDevice {
-        resource: devices.resource_name.clone(),
-        id: id.clone(),
-    })
-}
-
-/// The innermost cause, because the transport's message says nothing.
-fn reason(error: &dyn std::error::Error) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    error.to_string()
 }
 
 /// The devices of a slice of NVIDIA's DRA driver, with the UUIDs of their GPUs: for a MIG device that

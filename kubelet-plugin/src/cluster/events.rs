@@ -34,7 +34,6 @@ impl Bypass {
     }
 }
 
-/// Publishes events.
 #[derive(Clone)]
 pub struct Events {
     recorder: Recorder,

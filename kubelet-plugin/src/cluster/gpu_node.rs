@@ -67,7 +67,6 @@ enum Error {
 /// Where what the GpuNode says comes from.
 #[derive(Clone, Debug)]
 pub struct Sources {
-    /// The driver.
     pub driver: watch::Receiver<DriverState>,
     /// Other systems that hand out the GPUs; `None` until they were looked for.
     pub others: watch::Receiver<Option<Verdict>>,
@@ -75,7 +74,6 @@ pub struct Sources {
     pub unowned: watch::Receiver<Vec<WithheldGpu>>,
     /// GPUs whose MPS daemon does not answer.
     pub daemons: watch::Receiver<Vec<WithheldGpu>>,
-    /// The kubelet.
     pub registered: watch::Receiver<Registered>,
     /// The claims whose journals cannot be read.
     pub refused: watch::Receiver<Refused>,

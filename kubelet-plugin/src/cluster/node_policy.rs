@@ -15,7 +15,6 @@ pub struct NodePolicy {
 }
 
 impl NodePolicy {
-    /// As published.
     #[must_use]
     pub fn of(published: &Published) -> Self {
         let gpus = published.gpus.iter();

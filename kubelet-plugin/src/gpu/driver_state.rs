@@ -52,19 +52,15 @@ const LAST_RETRY: Duration = Duration::from_secs(15);
 /// Why there is no usable driver.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// NVML.
     #[error(transparent)]
     Nvml(#[from] NvmlError),
-    /// The driver root.
     #[error(transparent)]
     Root(#[from] RootError),
-    /// The driver's files.
     #[error(transparent)]
     Discover(#[from] DiscoverError),
     /// The functions of its libcuda.
     #[error(transparent)]
     Untested(#[from] UntestedError),
-    /// Its device nodes.
     #[error(transparent)]
     Devices(#[from] DeviceError),
     /// What Tranche has changed on GPUs is not known.
@@ -109,7 +105,6 @@ impl DriverError {
     }
 }
 
-/// A usable driver.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Ready {
     /// The inventory for the GpuNode.
@@ -174,7 +169,6 @@ impl SpecFile {
     }
 }
 
-/// Checks the driver.
 #[derive(Debug)]
 pub struct Observer {
     /// The source of NVML.
@@ -185,9 +179,7 @@ pub struct Observer {
     pub groups: Arc<dyn Groups>,
     /// The file of its CDI spec.
     pub spec_file: Arc<SpecFile>,
-    /// The plugin's paths.
     pub layout: Layout,
-    /// The installed shims.
     pub shims: Vec<Shim>,
     /// The measured sizes of contexts.
     pub contexts: Arc<Contexts>,

@@ -1,4 +1,4 @@
-//! Brings GPUs to the state that the claims that hold them want: their MIG mode, their GPU instances, their MPS daemons and
+//! Reconciles GPUs with what the claims that hold them want: their MIG mode, their GPU instances, their MPS daemons and
 //! their compute modes.
 //!
 //! ```text
@@ -7,7 +7,7 @@
 //!                                                      └─────────── the GPU as NVML sees it now ◄──────────┘
 //! ```
 //!
-//! The state belongs to the GPU and not to a claim, so it is no step of a claim's plan. It is brought about before the plan's
+//! The state belongs to the GPU and not to a claim, so it is no step of a claim's plan. It is reconciled before the plan's
 //! first step and after the last inverse. A crash between two calls needs no repair of its own: whoever comes next asks what
 //! is left to do. That is a claim's next call, or [`Gpus::settle`] when the driver is ready.
 //!
@@ -15,6 +15,7 @@
 //! to do, which a GPU without partitions and concurrent shares never has.
 
 mod daemons;
+mod modes;
 #[cfg(test)]
 mod tests;
 mod time_slice;
@@ -23,22 +24,19 @@ mod vfio;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::warn;
 use tranche_api::gpu_node::{Gpu, Inventory};
-use tranche_driver::gpu_state::{
-    Actual, Change, ComputeMode, Daemon, Next, Obstacle, Partition, Place, Record, Served, Wanted,
-    WantedDaemon, next,
-};
-use tranche_driver::mig::{Geometry, GeometryError};
+use tranche_driver::gpu_state::{Obstacle, Place};
+use tranche_driver::mig::GeometryError;
 use tranche_driver::preparation::{HeldOfGpu, MigDevice, PreparationPlan, VfioGroup, held_of};
 use tranche_driver::vfio::Obstacle as VfioObstacle;
-use tranche_node::capabilities::{CapabilityError, of_partition};
-use tranche_node::nvml::{ChangeError, Driver, Gate, Nvml, NvmlError, Opened};
-use tranche_node::vfio::{BringError, Groups};
+use tranche_node::capabilities::CapabilityError;
+use tranche_node::nvml::{ChangeError, Driver, Gate, NvmlError};
+use tranche_node::vfio::{Groups, ReconcileError};
 
 pub use vfio::OPEN_PATIENCE;
 
@@ -48,14 +46,7 @@ use crate::gpu::records::{GpuRecords, RecordError};
 use crate::ledger::Ledger;
 use crate::locks::Locks;
 
-/// Most steps from any state to any other: a few per instance, and a GPU has at most 7 instances before and after.
-const MOST_STEPS: usize = 200;
-/// How long a change is tried again while the GPU or the instance is in use: a driver frees what an ended process had a moment
-/// after its end.
-const IN_USE_PATIENCE: Duration = Duration::from_secs(3);
-/// The pause between two such attempts.
-const IN_USE_PAUSE: Duration = Duration::from_millis(50);
-/// How soon a GPU that could not be brought to rest is tried again.
+/// How soon a GPU that could not be reconciled is tried again.
 const RETRY: Duration = Duration::from_secs(30);
 
 /// Why a GPU is not as its claims want it.
@@ -64,82 +55,41 @@ pub enum GpuError {
     /// What Tranche changed on it is not known.
     #[error(transparent)]
     Record(#[from] RecordError),
-    /// The driver.
     #[error(transparent)]
     Nvml(#[from] NvmlError),
     /// Something is in the way.
     #[error("GPU {gpu}: {obstacle}")]
-    Obstacle {
-        /// The GPU.
-        gpu: String,
-        /// What.
-        obstacle: Obstacle,
-    },
-    /// A change failed.
+    Obstacle { gpu: String, obstacle: Obstacle },
     #[error("GPU {gpu}: {error}")]
-    Change {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: ChangeError,
-    },
+    Change { gpu: String, error: ChangeError },
     /// The driver has no node that gives access to a partition.
     #[error("GPU {gpu}: {error}")]
-    Capabilities {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: CapabilityError,
-    },
+    Capabilities { gpu: String, error: CapabilityError },
     /// There is no driver, or it does not see the GPU.
     #[error("GPU {gpu}: the node's driver does not see it")]
-    Missing {
-        /// The GPU.
-        gpu: String,
-    },
+    Missing { gpu: String },
     /// It cannot be partitioned, or the driver does not say how.
     #[error("GPU {gpu}: the driver does not report how MIG divides it")]
-    NotDivided {
-        /// The GPU.
-        gpu: String,
-    },
+    NotDivided { gpu: String },
     /// What the driver reports of its division is invalid.
     #[error("GPU {gpu}: {error}")]
-    Geometry {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: GeometryError,
-    },
+    Geometry { gpu: String, error: GeometryError },
     /// Its way to VFIO or back.
     #[error(transparent)]
-    Vfio(#[from] BringError),
-    /// Its MPS daemon.
+    Vfio(#[from] ReconcileError),
     #[error("GPU {gpu}: {error}")]
-    Mps {
-        /// The GPU.
-        gpu: String,
-        /// Why.
-        error: MpsError,
-    },
+    Mps { gpu: String, error: MpsError },
     /// It does not come to rest.
     #[error(
         "GPU {gpu}: its state keeps changing: does somebody else change its MIG mode or its GPU instances?"
     )]
-    Restless {
-        /// The GPU.
-        gpu: String,
-    },
+    Restless { gpu: String },
 }
 
-/// What changes GPUs.
 #[derive(Debug)]
 pub struct Hardware {
-    /// Their driver.
     pub nvml: Box<dyn Driver>,
-    /// The MPS supervisor.
     pub daemons: Box<dyn Daemons>,
-    /// Their IOMMU groups.
     pub groups: Arc<dyn Groups>,
     /// Closes the NVML of those that keep it open.
     pub gate: Gate,
@@ -161,9 +111,9 @@ pub struct Gpus {
     left_over: Notify,
 }
 
-/// What a claim gets of a GPU that was brought to the wanted state.
+/// What a claim gets of a GPU after its reconciliation.
 #[derive(Debug, Default)]
-struct Brought {
+struct Reconciled {
     /// The N of `/dev/nvidiaN`, where NVML was asked.
     minor: Option<u32>,
     partitions: BTreeMap<Place, MigDevice>,
@@ -200,13 +150,13 @@ impl Gpus {
         &self.records
     }
 
-    /// Brings the GPUs of a plan to the state that it needs, beside what other claims hold of them. Returns the plan with the
+    /// Reconciles the GPUs of a plan with what it needs, beside what other claims hold of them. Returns the plan with the
     /// MIG devices that its partitions are now.
     pub fn prepare(&self, mut plan: PreparationPlan) -> Result<PreparationPlan, GpuError> {
         let devices = plan.devices.iter().filter(|device| !device.admin_access);
         let gpus: BTreeSet<String> = devices.map(|device| device.gpu_uuid.clone()).collect();
         for gpu in &gpus {
-            let made = self.bring(gpu, held_of(gpu, [&plan]))?;
+            let made = self.reconcile(gpu, held_of(gpu, [&plan]))?;
             if let Some(group) = &made.group {
                 plan = plan.at_vfio(gpu, group);
             }
@@ -227,7 +177,7 @@ impl Gpus {
         }
         self.ledger.begin_release(&plan.allocation.uid);
         for gpu in gpus {
-            match self.bring(gpu, HeldOfGpu::default()) {
+            match self.reconcile(gpu, HeldOfGpu::default()) {
                 Ok(_) => {}
                 Err(error) if error.is_absence() => {
                     warn!(gpu, %error, "what a released claim had of a GPU is removed when the GPU is back");
@@ -242,8 +192,8 @@ impl Gpus {
         Ok(())
     }
 
-    /// Brings a GPU to the state that claims want, and makes what one of them needs where it is missing.
-    fn bring(&self, gpu_uuid: &str, needs: HeldOfGpu) -> Result<Brought, GpuError> {
+    /// Reconciles a GPU with what claims want, and makes what one of them needs where it is missing.
+    fn reconcile(&self, gpu_uuid: &str, needs: HeldOfGpu) -> Result<Reconciled, GpuError> {
         let _lock = self.locks.blocking_lock(gpu_uuid);
         let mut record = self.records.load(gpu_uuid)?;
         let held = self.ledger.held_of(gpu_uuid);
@@ -253,183 +203,15 @@ impl Gpus {
             self.leave_vfio(gpu_uuid, &mut record)?;
         }
         // A GPU that is at VFIO, or on its way, has nothing else of Tranche, and its driver may not know it.
-        let mut brought = if record.vfio.is_none() {
-            self.bring_modes(gpu_uuid, needs, held, &mut record)?
+        let mut reconciled = if record.vfio.is_none() {
+            self.reconcile_modes(gpu_uuid, needs, held, &mut record)?
         } else {
-            Brought::default()
+            Reconciled::default()
         };
         if to_vfio {
-            brought.group = Some(self.enter_vfio(gpu_uuid, &mut record)?);
+            reconciled.group = Some(self.enter_vfio(gpu_uuid, &mut record)?);
         }
-        Ok(brought)
-    }
-
-    /// Brings what the driver and the MPS supervisor know of a GPU, whose lock the caller holds, to the state that claims want.
-    fn bring_modes(
-        &self,
-        gpu_uuid: &str,
-        needs: HeldOfGpu,
-        held: HeldOfGpu,
-        record: &mut Record,
-    ) -> Result<Brought, GpuError> {
-        self.bring_time_slice(gpu_uuid, record)?;
-        let new_daemon = needs.mps && record.mps.is_none();
-        let recorded: BTreeSet<Place> =
-            record.partition_daemons.iter().map(|it| it.place).collect();
-        let new_daemon = new_daemon || !needs.partition_daemons.is_subset(&recorded);
-        let wanted = wanted(needs, held);
-        if wanted == Wanted::default() && record.is_empty() {
-            return Ok(Brought::default());
-        }
-        let geometry = match self.geometry(gpu_uuid) {
-            Ok(geometry) => Some(geometry),
-            Err(error) if error.is_absence() || !wanted.held.is_empty() => return Err(error),
-            Err(_) => None,
-        };
-        let of_daemon = |error| GpuError::Mps {
-            gpu: gpu_uuid.to_owned(),
-            error,
-        };
-        if new_daemon {
-            // Before anything is changed: without a supervisor nobody could take it back for other tiers.
-            self.hardware.daemons.list().map_err(of_daemon)?;
-        }
-        let opened = self.hardware.nvml.open()?;
-        let has_mps = wanted.mps != WantedDaemon::None
-            || !wanted.partition_daemons.is_empty()
-            || record.mps.is_some();
-        let mut daemon = Daemon::Unknown;
-        let mut partition_daemons = BTreeMap::new();
-        let mut stuck = None;
-        // What was seen of the GPU, as long as nothing was changed on it since: NVML takes a hundred calls to tell.
-        let mut seen = None;
-        for _ in 0..MOST_STEPS {
-            let actual = Actual {
-                daemon,
-                partition_daemons: partition_daemons.clone(),
-                ..match seen.take() {
-                    Some(seen) => seen,
-                    None => see(&*opened.nvml, gpu_uuid, has_mps)?,
-                }
-            };
-            let next = next(&wanted, record, &actual, geometry.as_ref());
-            let next = next.map_err(|obstacle| match stuck.take() {
-                // What is in the way is the partition that could not be removed.
-                Some(error) => of_daemon(error),
-                None => GpuError::Obstacle {
-                    gpu: gpu_uuid.to_owned(),
-                    obstacle,
-                },
-            })?;
-            match next {
-                Next::Write(changed) => {
-                    self.records.write(gpu_uuid, &changed)?;
-                    *record = changed;
-                    seen = Some(actual);
-                }
-                Next::Change(change) => change_gpu(&*opened.nvml, gpu_uuid, change)?,
-                Next::SetComputeMode(mode) => {
-                    info!(gpu = gpu_uuid, ?mode, "setting the GPU's compute mode");
-                    opened.nvml.set_compute_mode(gpu_uuid, mode)?;
-                }
-                Next::EnsureDaemon(Served::Gpu) => {
-                    self.hardware.daemons.ensure(gpu_uuid).map_err(of_daemon)?;
-                    daemon = Daemon::Ready;
-                }
-                Next::EndDaemon(Served::Gpu) => {
-                    self.hardware.daemons.end(gpu_uuid).map_err(of_daemon)?;
-                    daemon = Daemon::Ended;
-                }
-                Next::EnsureDaemon(Served::Partition(mig_uuid)) => {
-                    // The daemon's server opens the partition's nodes.
-                    self.brought(&opened, gpu_uuid, partition(&actual, &mig_uuid))?;
-                    self.hardware.daemons.ensure(&mig_uuid).map_err(of_daemon)?;
-                    partition_daemons.insert(mig_uuid, Daemon::Ready);
-                }
-                Next::EndDaemon(Served::Partition(mig_uuid)) => {
-                    let ended = match self.hardware.daemons.end(&mig_uuid) {
-                        Ok(()) => Daemon::Ended,
-                        Err(error) => {
-                            warn!(gpu = gpu_uuid, mig_uuid, %error, "the MPS daemon of a partition does not end, and the partition stays");
-                            stuck = Some(error);
-                            Daemon::Stuck
-                        }
-                    };
-                    partition_daemons.insert(mig_uuid, ended);
-                }
-                Next::Done(partitions) => {
-                    return match stuck {
-                        // Who needs other partitions of the GPU does not wait for this one.
-                        Some(error) if wanted.make.is_empty() => Err(of_daemon(error)),
-                        _ => self.brought(&opened, gpu_uuid, partitions),
-                    };
-                }
-            }
-        }
-        Err(GpuError::Restless {
-            gpu: gpu_uuid.to_owned(),
-        })
-    }
-
-    /// How MIG divides the GPU.
-    fn geometry(&self, gpu_uuid: &str) -> Result<Geometry, GpuError> {
-        let name = || gpu_uuid.to_owned();
-        let DriverState::Ready(ready) = &*self.state.borrow() else {
-            return Err(GpuError::Missing { gpu: name() });
-        };
-        let gpu =
-            find(&ready.inventory, gpu_uuid).ok_or_else(|| GpuError::Missing { gpu: name() })?;
-        let described = ready.inventory.mig_geometry(gpu);
-        let described = described.ok_or_else(|| GpuError::NotDivided { gpu: name() })?;
-        Geometry::read(described).map_err(|error| GpuError::Geometry { gpu: name(), error })
-    }
-
-    /// The partitions as MIG devices, whose device nodes exist.
-    fn brought(
-        &self,
-        opened: &Opened,
-        gpu_uuid: &str,
-        partitions: BTreeMap<Place, Partition>,
-    ) -> Result<Brought, GpuError> {
-        if partitions.is_empty() {
-            return Ok(Brought::default());
-        }
-        // A switch of MIG mode may have changed the minor number.
-        let minor = opened.nvml.minor(gpu_uuid)?;
-        let root = opened.nodes.root().path();
-        let one = |(place, partition): (Place, Partition)| {
-            let failed = |error| GpuError::Capabilities {
-                gpu: gpu_uuid.to_owned(),
-                error,
-            };
-            let nodes = of_partition(
-                &self.hardware.proc,
-                root,
-                minor,
-                partition.instance,
-                partition.compute,
-            );
-            let nodes = nodes.map_err(failed)?;
-            nodes
-                .iter()
-                .try_for_each(|node| node.make(root))
-                .map_err(failed)?;
-            let device = MigDevice {
-                uuid: partition.uuid,
-                gpu_instance: partition.instance,
-                compute_instance: partition.compute,
-                capabilities: nodes.map(|node| node.minor),
-            };
-            Ok((place, device))
-        };
-        Ok(Brought {
-            minor: Some(minor),
-            partitions: partitions
-                .into_iter()
-                .map(one)
-                .collect::<Result<_, GpuError>>()?,
-            group: None,
-        })
+        Ok(reconciled)
     }
 
     /// Removes what no claim holds from every GPU that Tranche has changed. Returns whether all of them are at rest.
@@ -443,7 +225,7 @@ impl Gpus {
         };
         let mut at_rest = true;
         for gpu in gpus {
-            if let Err(error) = self.bring(&gpu, HeldOfGpu::default()) {
+            if let Err(error) = self.reconcile(&gpu, HeldOfGpu::default()) {
                 warn!(gpu, %error, "a GPU is not as its claims want it");
                 at_rest = false;
             }
@@ -451,7 +233,7 @@ impl Gpus {
         at_rest
     }
 
-    /// Brings all GPUs to rest whenever the driver is ready: a crash, or a release without the driver, may have left something.
+    /// Reconciles all GPUs whenever the driver is ready: a crash, or a release without the driver, may have left something.
     pub async fn settle(self: Arc<Self>, stop: CancellationToken) {
         let mut state = self.state.clone();
         loop {
@@ -479,80 +261,13 @@ impl Gpus {
     }
 }
 
-/// How a GPU is to be for a claim that needs this of it, beside what is held of it.
-fn wanted(needs: HeldOfGpu, held: HeldOfGpu) -> Wanted {
-    let held_daemons = held.partition_daemons.into_iter();
-    let held_daemons = held_daemons.map(|place| (place, WantedDaemon::Held));
-    let needed_daemons = needs.partition_daemons.into_iter();
-    let needed_daemons = needed_daemons.map(|place| (place, WantedDaemon::Ready));
-    Wanted {
-        held: held.partitions,
-        make: needs.partitions,
-        mps: match (needs.mps, held.mps) {
-            (true, _) => WantedDaemon::Ready,
-            (false, true) => WantedDaemon::Held,
-            (false, false) => WantedDaemon::None,
-        },
-        // The later ones replace the earlier ones.
-        partition_daemons: held_daemons.chain(needed_daemons).collect(),
-    }
-}
-
-/// The partition that is the MIG device with this UUID.
-fn partition(actual: &Actual, mig_uuid: &str) -> BTreeMap<Place, Partition> {
-    let instances = actual.instances.iter();
-    let devices = instances.flat_map(|it| it.compute.iter().map(move |compute| (it, compute)));
-    let devices = devices.filter(|(_, compute)| compute.uuid == mig_uuid);
-    let device = devices.map(|(instance, compute)| {
-        let partition = Partition {
-            instance: instance.id,
-            compute: compute.id,
-            uuid: compute.uuid.clone(),
-        };
-        (instance.place, partition)
-    });
-    device.collect()
-}
-
-/// A GPU as NVML sees it now.
-fn see(nvml: &dyn Nvml, gpu_uuid: &str, has_mps: bool) -> Result<Actual, NvmlError> {
-    Ok(Actual {
-        // Not every GPU that can be partitioned has to have compute modes.
-        compute_mode: if has_mps {
-            nvml.compute_mode(gpu_uuid)?
-        } else {
-            ComputeMode::default()
-        },
-        ..nvml.mig_state(gpu_uuid)?
-    })
-}
-
-/// Makes a change, again while the GPU or the instance is in use.
-fn change_gpu(nvml: &dyn Nvml, gpu_uuid: &str, change: Change) -> Result<(), GpuError> {
-    info!(gpu = gpu_uuid, ?change, "changing the GPU");
-    let deadline = Instant::now() + IN_USE_PATIENCE;
-    loop {
-        match nvml.change_mig(gpu_uuid, &change) {
-            Err(ChangeError::InUse { .. }) if Instant::now() < deadline => {
-                std::thread::sleep(IN_USE_PAUSE);
-            }
-            result => {
-                return result.map_err(|error| GpuError::Change {
-                    gpu: gpu_uuid.to_owned(),
-                    error,
-                });
-            }
-        }
-    }
-}
-
 impl GpuError {
     /// Whether somebody still uses what is to be changed, and may end soon.
     #[must_use]
     pub fn is_in_use(&self) -> bool {
         match self {
             Self::Change { error, .. } => matches!(error, ChangeError::InUse { .. }),
-            Self::Vfio(BringError::Obstacle(obstacle)) => {
+            Self::Vfio(ReconcileError::Obstacle(obstacle)) => {
                 matches!(obstacle, VfioObstacle::InUse { user, .. } if !user.is_persistence_daemon())
             }
             _ => false,
@@ -564,7 +279,7 @@ impl GpuError {
         matches!(
             self,
             Self::Missing { .. }
-                | Self::Vfio(BringError::Obstacle(VfioObstacle::Missing(_)))
+                | Self::Vfio(ReconcileError::Obstacle(VfioObstacle::Missing(_)))
                 | Self::Nvml(
                     NvmlError::NotFound { .. }
                         | NvmlError::Root(_)

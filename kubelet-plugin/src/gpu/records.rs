@@ -15,24 +15,16 @@ use crate::host::fs::{self, Durability, Fs, FsError};
 /// Why a record cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
-    /// The file system.
     #[error("record of a GPU: {0}")]
     Fs(#[from] FsError),
-    /// The content.
     #[error(
         "record {path} of a GPU: {source}; where no driver reads it, release the GPU's claims, remove its GPU instances \
          (`nvidia-smi mig -dci`, `nvidia-smi mig -dgi`) and then the file"
     )]
-    Unreadable {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: JournalError,
-    },
+    Unreadable { path: PathBuf, source: JournalError },
     /// The content belongs to another GPU.
     #[error("record {path} is of GPU {gpu}: the file was renamed or copied; delete it")]
     Misnamed {
-        /// The file.
         path: PathBuf,
         /// That GPU's UUID.
         gpu: String,

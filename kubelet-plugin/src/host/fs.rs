@@ -17,9 +17,7 @@ use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 pub struct FsError {
     /// The action, as a verb.
     pub action: &'static str,
-    /// The path.
     pub path: PathBuf,
-    /// Why not.
     pub source: io::Error,
 }
 

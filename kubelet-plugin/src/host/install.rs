@@ -29,33 +29,25 @@ const PRELOAD_CONTENT: &[u8] =
 /// Why a file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum InstallError {
-    /// The file system.
     #[error(transparent)]
     Fs(#[from] FsError),
     /// It is missing in the image.
     #[error(
         "{path} is missing in the image: build it with `make image`, or point --image-lib-dir at it"
     )]
-    NotInImage {
-        /// Its path.
-        path: PathBuf,
-    },
+    NotInImage { path: PathBuf },
     /// It was installed and has changed.
     #[error(
         "{path} is missing or changed since it was installed; without it a cap would not hold: \
          restart the node's plugin pod to install it anew"
     )]
-    NotIntact {
-        /// Its path.
-        path: PathBuf,
-    },
+    NotIntact { path: PathBuf },
     /// The shim of the release that prepared the claim is gone.
     #[error(
         "{path} is missing or changed, and the claim's pages have version {pages}, which this release cannot make: \
          delete the pods that use the claim to have it prepared by this release"
     )]
     OtherVersion {
-        /// Its path.
         path: PathBuf,
         /// The version of the claim's pages.
         pages: u32,
@@ -68,13 +60,9 @@ pub enum Needs {
     /// Hooks only.
     Hooks,
     /// Hooks, and the shim for pages of a version.
-    Shim {
-        /// The version.
-        pages: u32,
-    },
+    Shim { pages: u32 },
 }
 
-/// The installed files.
 #[derive(Debug)]
 pub struct Installation {
     fs: Arc<dyn Fs>,

@@ -22,16 +22,11 @@ pub struct Layout {
     pub cdi: PathBuf,
 }
 
-/// A share's files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SharePaths {
-    /// The claim's folder.
     pub claim: PathBuf,
-    /// The device's folder.
     pub device: PathBuf,
-    /// The cap page.
     pub cap: PathBuf,
-    /// The account page.
     pub account: PathBuf,
     /// The second account page, which shares of a GPU whose memory is oversubscribed have.
     pub resident: PathBuf,
@@ -67,7 +62,6 @@ impl Layout {
         self.plugin.join("claims")
     }
 
-    /// The audit trail.
     #[must_use]
     pub fn audit(&self) -> PathBuf {
         self.plugin.join("audit")
@@ -144,7 +138,6 @@ impl Layout {
         self.cdi.join(cdi::driver_file_name())
     }
 
-    /// A share's pages.
     #[must_use]
     pub fn share(&self, uid: &str, key: &str) -> SharePaths {
         let claim = self.shares.join(uid);

@@ -190,10 +190,11 @@ struct Series {
     xids: Whole,
 }
 
-/// The series of all GPUs.
-pub fn registry(usage: &NodeUsage) -> Registry {
+/// The series of all GPUs; those of sensors where `gpu_sensors` says so.
+pub fn registry(usage: &NodeUsage, gpu_sensors: bool) -> Registry {
+    let sensors = if gpu_sensors { &SENSORS[..] } else { &[] };
     let mut series = Series {
-        sensors: SENSORS.iter().map(|_| Ratio::default()).collect(),
+        sensors: sensors.iter().map(|_| Ratio::default()).collect(),
         measures: Measure::ALL.iter().map(|_| Ratio::default()).collect(),
         ..Series::default()
     };

@@ -2,7 +2,6 @@
 
 use std::fmt::Write as _;
 
-/// A text format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// <https://github.com/prometheus/OpenMetrics>.

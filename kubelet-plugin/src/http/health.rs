@@ -22,15 +22,12 @@ const DEADLINE: Duration = Duration::from_secs(1);
 /// What the health checks need.
 #[derive(Clone, Debug)]
 pub struct Health {
-    /// The registration socket.
     pub registration_socket: PathBuf,
-    /// The DRA socket.
     pub dra_socket: PathBuf,
     /// Whether the kubelet has registered the plugin.
     pub registered: watch::Receiver<Registered>,
 }
 
-/// The two paths.
 pub fn router(health: Health) -> Router {
     Router::new()
         .route("/healthz", get(healthz))

@@ -19,7 +19,6 @@ use crate::host::layout::Layout;
 use crate::ledger::Ledger;
 use crate::share::usage::unix;
 
-/// One share.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct ShareLabels {
     pub(super) namespace: String,

@@ -26,6 +26,7 @@ fn encoded(metrics: &Metrics, world: &World, plugin: &Plugin) -> String {
         &LastFindings::default(),
         &usage,
         None,
+        true,
     )
 }
 
@@ -179,6 +180,7 @@ async fn the_reference_lists_every_metric() {
         &last_findings,
         &usage,
         Some(inventory),
+        true,
     );
     let table = table(&text);
     assert!(

@@ -12,7 +12,6 @@ use super::shares::{ShareLabels, seconds};
 use crate::ledger::Ledger;
 use crate::share::last_findings::{LastFindings, Watched};
 
-/// One GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 pub(super) struct GpuLabels {
     pub(super) gpu_uuid: String,

@@ -1,17 +1,26 @@
-//! Reads from the kubelet's pod resources socket which claims the pods of this node use. That needs no
+//! Reads from the kubelet's pod resources socket which claims and which other devices the pods of this node use. That needs no
 //! request to the API server and no RBAC rule.
+//!
+//! There is one client: who asks at the same time, or a moment later, gets the same answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures::future::BoxFuture;
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+use tonic::transport::Channel;
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::PreparedDevice;
+use tranche_driver::providers::{Kubelet as Others, NVIDIA_DRIVER, PluginDevice};
 
-use crate::kubelet::proto::podresources::ListPodResourcesRequest;
 use crate::kubelet::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
+use crate::kubelet::proto::podresources::{
+    AllocatableResourcesRequest, ContainerDevices, ListPodResourcesRequest, PodResources as Pod,
+};
 use crate::kubelet::sockets::connect;
 
 /// The time limit for the kubelet's answer.
@@ -23,11 +32,8 @@ const LONGEST: usize = 16 << 20;
 /// A container of a pod of the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Container {
-    /// The pod's namespace.
     pub namespace: String,
-    /// The pod.
     pub pod: String,
-    /// Its name.
     pub name: String,
 }
 
@@ -83,69 +89,87 @@ impl FromIterator<(String, Container)> for InUse {
 #[derive(Debug, thiserror::Error)]
 #[error("the kubelet does not list on {socket} what its pods use: {problem}")]
 pub struct PodResourcesError {
-    /// Its socket.
     pub socket: PathBuf,
-    /// Why not.
     pub problem: String,
+}
+
+/// One answer of the kubelet.
+#[derive(Clone, Debug)]
+pub struct Listing {
+    /// What the pods use of this driver, without pods that have ended and without claims that only ordinary init
+    /// containers use, or no container at all.
+    pub in_use: InUse,
+    /// Devices of other systems; an error if the kubelet does not say what device plugins offer.
+    pub others: Result<Others, String>,
 }
 
 /// A source of what the pods of the node use.
 pub trait Kubelet: Send + Sync + fmt::Debug {
-    /// What they use now, without pods that have ended and without claims that only ordinary init
-    /// containers use, or no container at all.
-    fn in_use(&self) -> BoxFuture<'_, Result<InUse, PodResourcesError>>;
+    /// What they use now, or used at most so long ago.
+    fn list(&self, max_age: Duration) -> BoxFuture<'_, Result<Arc<Listing>, PodResourcesError>>;
 }
 
 /// The kubelet's pod resources service.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct PodResources {
     socket: PathBuf,
+    /// The newest answer, and when it was asked for. Locked while the kubelet is asked, so that all who wait get that answer.
+    newest: Mutex<Option<(Instant, Arc<Listing>)>>,
 }
+
+type Client = PodResourcesListerClient<Channel>;
 
 impl PodResources {
     /// Uses the socket at `socket`.
     #[must_use]
     pub fn new(socket: PathBuf) -> Self {
-        Self { socket }
+        Self {
+            socket,
+            newest: Mutex::default(),
+        }
     }
 
-    async fn list(&self) -> Result<InUse, String> {
-        let channel = connect(&self.socket, "localhost").await;
-        let channel = channel.map_err(|e| e.to_string())?;
-        let mut client = PodResourcesListerClient::new(channel).max_decoding_message_size(LONGEST);
-        let answer = client.list(ListPodResourcesRequest {}).await;
-        let pods = answer
-            .map_err(|e| e.to_string())?
-            .into_inner()
-            .pod_resources;
-        let mut pairs = Vec::new();
-        let names = pods.iter();
-        let names = names.map(|pod| (pod.namespace.clone(), pod.name.clone()));
-        let names: BTreeSet<_> = names.collect();
-        for pod in pods {
-            for container in pod.containers {
-                let user = Container {
-                    namespace: pod.namespace.clone(),
-                    pod: pod.name.clone(),
-                    name: container.name,
-                };
-                let claims = container.dynamic_resources.into_iter();
-                let devices = claims.flat_map(|claim| claim.claim_resources);
-                let ids = devices.flat_map(|device| device.cdi_devices);
-                pairs.extend(ids.map(|id| (id.name, user.clone())));
-            }
+    async fn newest(&self, oldest: Instant) -> Result<Arc<Listing>, String> {
+        let mut newest = self.newest.lock().await;
+        if let Some((asked, listing)) = &*newest
+            && *asked >= oldest
+        {
+            return Ok(Arc::clone(listing));
         }
-        let mut in_use: InUse = pairs.into_iter().collect();
-        // Also those without a device.
-        in_use.pods = names;
-        Ok(in_use)
+        let asked = Instant::now();
+        let listing = Arc::new(self.ask().await?);
+        *newest = Some((asked, Arc::clone(&listing)));
+        Ok(listing)
+    }
+
+    async fn ask(&self) -> Result<Listing, String> {
+        let channel = connect(&self.socket, "localhost").await;
+        let channel = channel.map_err(|error| reason(&error))?;
+        let mut client = Client::new(channel).max_decoding_message_size(LONGEST);
+        // In this order: a device that a pod gets in between is in the list.
+        let offered = client
+            .get_allocatable_resources(AllocatableResourcesRequest {})
+            .await;
+        let pods = client.list(ListPodResourcesRequest {}).await;
+        let pods = pods.map_err(|e| e.to_string())?.into_inner().pod_resources;
+        let others = offered.map_err(|e| e.to_string()).map(|offered| {
+            let offered = offered.into_inner().devices;
+            others(&offered, &pods)
+        });
+        Ok(Listing {
+            in_use: in_use(pods),
+            others,
+        })
     }
 }
 
 impl Kubelet for PodResources {
-    fn in_use(&self) -> BoxFuture<'_, Result<InUse, PodResourcesError>> {
-        Box::pin(async {
-            let listed = tokio::time::timeout(DEADLINE, self.list()).await;
+    fn list(&self, max_age: Duration) -> BoxFuture<'_, Result<Arc<Listing>, PodResourcesError>> {
+        // An answer of just now is new enough for everybody.
+        let now = Instant::now();
+        let oldest = now.checked_sub(max_age).unwrap_or(now);
+        Box::pin(async move {
+            let listed = tokio::time::timeout(DEADLINE, self.newest(oldest)).await;
             listed
                 .unwrap_or_else(|_| Err(format!("no answer within {} s", DEADLINE.as_secs())))
                 .map_err(|problem| PodResourcesError {
@@ -154,6 +178,72 @@ impl Kubelet for PodResources {
                 })
         })
     }
+}
+
+fn in_use(pods: Vec<Pod>) -> InUse {
+    let names = pods.iter();
+    let names = names.map(|pod| (pod.namespace.clone(), pod.name.clone()));
+    let names: BTreeSet<_> = names.collect();
+    let mut pairs = Vec::new();
+    for pod in pods {
+        for container in pod.containers {
+            let user = Container {
+                namespace: pod.namespace.clone(),
+                pod: pod.name.clone(),
+                name: container.name,
+            };
+            let claims = container.dynamic_resources.into_iter();
+            let devices = claims.flat_map(|claim| claim.claim_resources);
+            let ids = devices.flat_map(|device| device.cdi_devices);
+            pairs.extend(ids.map(|id| (id.name, user.clone())));
+        }
+    }
+    let in_use: InUse = pairs.into_iter().collect();
+    // Also the pods without a device.
+    InUse {
+        pods: names,
+        ..in_use
+    }
+}
+
+/// What device plugins offer, and what pods hold of them and of NVIDIA's DRA driver.
+fn others(offered: &[ContainerDevices], pods: &[Pod]) -> Others {
+    let mut others = Others {
+        offered: offered.iter().flat_map(plugin_devices).collect(),
+        ..Others::default()
+    };
+    for pod in pods {
+        let name = format!("{}/{}", pod.namespace, pod.name);
+        for container in &pod.containers {
+            for device in container.devices.iter().flat_map(plugin_devices) {
+                others.held.push((name.clone(), device));
+            }
+            let claims = container.dynamic_resources.iter();
+            for device in claims.flat_map(|claim| &claim.claim_resources) {
+                if device.driver_name == NVIDIA_DRIVER {
+                    let device = device.device_name.clone();
+                    others.claimed.push((name.clone(), device));
+                }
+            }
+        }
+    }
+    others
+}
+
+fn plugin_devices(devices: &ContainerDevices) -> impl Iterator<Item = PluginDevice> + '_ {
+    devices.device_ids.iter().map(|id| PluginDevice {
+        resource: devices.resource_name.clone(),
+        id: id.clone(),
+    })
+}
+
+/// The innermost cause, because the transport's message says nothing.
+fn reason(error: &dyn std::error::Error) -> String {
+    let mut error = error;
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    error.to_string()
 }
 
 #[cfg(test)]
@@ -237,7 +327,17 @@ mod tests {
         let service = PodResourcesListerServer::new(Scripted(response));
         let server = Server::builder().add_service(service);
         tokio::spawn(server.serve_with_incoming(incoming));
-        let in_use = PodResources::new(path).in_use().await.unwrap();
+        let kubelet = PodResources::new(path);
+        let asked = Instant::now();
+        let listing = kubelet.list(Duration::ZERO).await.unwrap();
+        // Whoever is content with it gets the same answer, and nobody else.
+        let known = kubelet.list(Duration::from_mins(1)).await.unwrap();
+        assert!(Arc::ptr_eq(&listing, &known));
+        let waits = tokio::time::sleep_until(asked + Duration::from_millis(20));
+        waits.await;
+        let anew = kubelet.list(Duration::ZERO).await.unwrap();
+        assert!(!Arc::ptr_eq(&listing, &anew));
+        let in_use = &listing.in_use;
         assert!(in_use.pods(&a).iter().eq(["web-0", "web-1"]));
         assert!(in_use.pods(&b).is_empty());
         let users = in_use.users(&a.plan.devices[0]);
@@ -253,8 +353,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_kubelet_without_the_socket_is_named() {
-        let error = PodResources::new("/nowhere/kubelet.sock".into());
-        let error = error.in_use().await.unwrap_err().to_string();
+        let kubelet = PodResources::new("/nowhere/kubelet.sock".into());
+        let error = kubelet.list(Duration::ZERO).await.unwrap_err().to_string();
         assert!(error.contains("/nowhere/kubelet.sock"), "{error}");
     }
 }

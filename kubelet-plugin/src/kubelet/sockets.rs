@@ -14,18 +14,10 @@ use tonic::transport::{Channel, Endpoint, Uri};
 pub enum SocketError {
     /// There is another kind of file.
     #[error("{path} is not a socket: remove it")]
-    NotASocket {
-        /// Its path.
-        path: PathBuf,
-    },
+    NotASocket { path: PathBuf },
     /// The system call failed.
     #[error("cannot listen on {path}: {source}")]
-    Io {
-        /// Its path.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Io { path: PathBuf, source: io::Error },
 }
 
 /// A socket file of this process. Dropping removes the file, unless another process replaced it.

@@ -1,37 +1,41 @@
-//! The audit trail on disk: `audit/audit.jsonl`, and the files before it as `audit.jsonl.1`, `.2` and so on.
+//! The audit trail: who had which part of which GPU, from when to when. It is best effort: it is written on a thread of its own,
+//! and no claim waits for it or fails by it.
 //!
 //! ```text
-//!  journal ─► steps ─► beginning ─► … ─► steps undone ─► end, synced ─► journal removed
+//!  steps done ──► beginning ──┐
+//!                             ├──► queue ──► this node's files
+//!  journal removed ──► end ───┘
 //! ```
 //!
-//! A beginning is not waited for: after a kill it is in the file, after a power failure it is made anew from the journal. An
-//! end is on the disk before the journal is removed. Every file begins with the grants that were open then, so that the
-//! current file alone, with the journals, says what is due ([`Trail`]).
-//!
-//! A claim does not get its devices, or keeps its journal, if its line cannot be written. Room for the current file is
-//! reserved on the disk, so that claims can be released also on a full one.
+//! What was queued and not written when the plugin ends is made good at the next start ([`Trail::settle`]): a journal without
+//! a beginning gets one, and a beginning without a journal gets an end. While the files cannot be written, the entries wait in
+//! the queue; the log says so, and metrics count the failed attempts, and the entries for which the queue has no room.
 
 #[cfg(test)]
 mod tests;
+mod writer;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use tracing::{debug, warn};
-use tranche_driver::audit::{Ended, HeldAtEnd, Line, Pod, Trail};
+use tracing::error;
+use tranche_driver::audit::{Ended, HeldAtEnd, Pod};
 use tranche_driver::journal::Record;
 use tranche_driver::moment::Moment;
 use tranche_serving::Clock;
 
-use crate::host::fs::{self, Fs, FsError};
+use self::writer::Writer;
+use crate::host::fs::Fs;
 use crate::ledger::journal::Loaded;
+use crate::metrics::Metrics;
 
-/// The name of the current file.
-const NAME: &str = "audit.jsonl";
+/// The most entries that wait for the disk.
+const MOST: usize = 1000;
 
-/// Log collectors that do not run as root can be given the group.
-const MODE: u32 = 0o640;
+/// How long the end of the plugin waits for the disk.
+const END: Duration = Duration::from_secs(2);
 
 /// How much the trail may take of the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,86 +62,94 @@ impl Limits {
 pub struct Place {
     /// The folder of its files.
     pub folder: PathBuf,
-    /// The node's name.
     pub node: String,
     /// How much it may take of the disk.
     pub limits: Limits,
-    /// The time.
+    /// The pause after a failed attempt to write.
+    pub retry: Duration,
     pub clock: Clock,
 }
 
-/// The trail of this node.
+/// What happened, for the trail.
 #[derive(Debug)]
-pub struct Audit {
-    fs: Arc<dyn Fs>,
-    place: Place,
-    state: Mutex<State>,
+enum Entry {
+    /// The plugin started with these journals. The claims in `unreadable`, by UID, have journals that cannot be read.
+    Started {
+        records: Vec<Record>,
+        unreadable: BTreeSet<String>,
+    },
+    /// A claim has its devices.
+    Held { record: Record, pods: BTreeSet<Pod> },
+    /// More pods use a claim.
+    Joined { record: Record, pods: BTreeSet<Pod> },
+    /// A claim's steps are undone, and its journal is removed.
+    Released {
+        record: Record,
+        ended: Ended,
+        at_end: BTreeMap<String, HeldAtEnd>,
+    },
 }
 
+/// The trail of this node. It ends with this value: what is queued then is written, if the disk answers.
 #[derive(Debug)]
-struct State {
-    trail: Trail,
-    /// The length of the whole lines of the current file; `None` if there is no current file.
-    length: Option<u64>,
+pub struct Audit {
+    clock: Clock,
+    queue: Arc<Queue>,
+    metrics: Arc<Metrics>,
     /// What was in use when the release of a claim began, by its UID: to undo its steps removes its account.
-    at_end: BTreeMap<String, BTreeMap<String, HeldAtEnd>>,
+    at_end: Mutex<BTreeMap<String, BTreeMap<String, HeldAtEnd>>>,
 }
 
 impl Audit {
-    /// Reads the current file, and makes one if there is none.
-    pub fn open(fs: Arc<dyn Fs>, place: Place) -> Result<Self, FsError> {
-        fs.create_dir(&place.folder)?;
-        fs::remove_temporaries(&*fs, &place.folder, NAME)?;
-        let mut trail = Trail::new(place.node.clone());
-        let current = fs.read(&place.folder.join(NAME))?;
-        let is_there = current.is_some();
-        // A kill in the middle of a rotation leaves only the file before.
-        let content = match current {
-            Some(content) => Some(content),
-            None => fs.read(&place.folder.join(earlier(1)))?,
-        };
-        let length = replay(&mut trail, &content.unwrap_or_default());
+    /// Starts the thread that writes it.
+    #[must_use]
+    pub fn start(fs: Arc<dyn Fs>, place: Place, metrics: Arc<Metrics>) -> Self {
+        let queue = Arc::new(Queue::default());
         let this = Self {
-            fs,
-            place,
-            state: Mutex::new(State {
-                trail,
-                length: is_there.then_some(length),
-                at_end: BTreeMap::new(),
-            }),
+            clock: place.clock.clone(),
+            queue: Arc::clone(&queue),
+            metrics: Arc::clone(&metrics),
+            at_end: Mutex::default(),
         };
-        if !is_there {
-            this.renew(&mut this.state())?;
+        let writer = Writer::new(fs, place, metrics);
+        let thread = std::thread::Builder::new().name("audit".into());
+        if let Err(error) = thread.spawn(move || writer.run(&queue)) {
+            error!(%error, "there is no audit trail: its thread cannot be started");
+            this.queue.state().has_ended = true;
         }
-        Ok(this)
-    }
-
-    /// Writes what is missing of the claims of the journal, and the ends of those that are not in it any more.
-    pub fn settle(&self, loaded: &Loaded) -> Result<(), FsError> {
-        let unreadable: BTreeSet<_> = loaded.refused.iter().map(|(uid, _)| &**uid).collect();
-        let mut state = self.state();
-        let due = state.trail.settle(&loaded.records, &unreadable, self.now());
-        self.write(&mut state, due).map(drop)
+        this
     }
 
     /// The time, as lines have it.
     #[must_use]
     pub fn now(&self) -> Moment {
-        self.place.clock.now().into()
+        self.clock.now().into()
     }
 
-    /// A claim has its devices: writes what is not written yet. The caller holds the claim's lock.
-    pub fn held(&self, record: &Record, pods: &BTreeSet<Pod>) -> Result<(), FsError> {
-        let mut state = self.state();
-        let due = state.trail.held(record, pods, self.now());
-        self.write(&mut state, due).map(drop)
+    /// The plugin starts: the trail gets what it lacks of the claims of the journal, and the ends of those that are not in it
+    /// any more.
+    pub fn started(&self, loaded: &Loaded) {
+        let unreadable = loaded.refused.iter().map(|(uid, _)| uid.clone());
+        self.add(Entry::Started {
+            records: loaded.records.clone(),
+            unreadable: unreadable.collect(),
+        });
+    }
+
+    /// A claim has its devices.
+    pub fn held(&self, record: &Record, pods: &BTreeSet<Pod>) {
+        self.add(Entry::Held {
+            record: record.clone(),
+            pods: pods.clone(),
+        });
     }
 
     /// More pods use a claim. One that was released meanwhile is left alone.
-    pub fn joined(&self, record: &Record, pods: &BTreeSet<Pod>) -> Result<(), FsError> {
-        let mut state = self.state();
-        let due = state.trail.joined(record, pods, self.now());
-        self.write(&mut state, due).map(drop)
+    pub fn joined(&self, record: &Record, pods: &BTreeSet<Pod>) {
+        self.add(Entry::Joined {
+            record: record.clone(),
+            pods: pods.clone(),
+        });
     }
 
     /// The release of a claim begins: keeps what of its memory is in use, as it was when it was begun first.
@@ -147,132 +159,125 @@ impl Audit {
         read: impl FnOnce() -> BTreeMap<String, HeldAtEnd>,
     ) {
         let uid = &record.plan.allocation.uid;
-        if !self.state().at_end.contains_key(uid) {
+        if !self.at_end().contains_key(uid) {
             let at_end = read();
-            self.state().at_end.insert(uid.clone(), at_end);
+            self.at_end().insert(uid.clone(), at_end);
         }
     }
 
-    /// The steps of a claim are undone: its end is on the disk when this returns.
-    pub fn released(&self, record: &Record, ended: Ended) -> Result<(), FsError> {
-        let is_new = {
-            let mut state = self.state();
-            let at_end = state.at_end.get(&record.plan.allocation.uid);
-            let at_end = at_end.cloned().unwrap_or_default();
-            let due = state.trail.released(record, ended, &at_end, self.now());
-            self.write(&mut state, due)?
-        };
-        // Not under the lock, so that claims that end together wait for the disk together. If the file was
-        // rotated meanwhile, it was synced before.
-        if is_new {
-            self.fs.sync(&self.current())?;
+    /// The steps of a claim are undone, and its journal is removed.
+    pub fn released(&self, record: &Record, ended: Ended) {
+        let at_end = self.at_end().remove(&record.plan.allocation.uid);
+        self.add(Entry::Released {
+            record: record.clone(),
+            ended,
+            at_end: at_end.unwrap_or_default(),
+        });
+    }
+
+    fn add(&self, entry: Entry) {
+        let mut state = self.queue.state();
+        if state.entries.len() >= MOST || state.has_ended {
+            self.metrics.audit_entries_lost.inc();
+            return;
         }
-        Ok(())
+        let now = self.now();
+        state.entries.push_back(Arc::new((entry, now)));
+        drop(state);
+        self.queue.changed.notify_all();
     }
 
-    /// Whether the end of a claim, or of a part of it, is written.
-    #[must_use]
-    pub fn is_released(&self, record: &Record) -> bool {
-        self.state().trail.is_released(record)
+    /// Waits until all is written or cannot be written, but not longer than `patience`. Returns whether it is written.
+    pub fn flush(&self, patience: Duration) -> bool {
+        let waits = |state: &mut State| !(state.entries.is_empty() || state.is_failing);
+        let state = self
+            .queue
+            .changed
+            .wait_timeout_while(self.queue.state(), patience, waits)
+            .unwrap_or_else(PoisonError::into_inner)
+            .0;
+        state.entries.is_empty()
     }
 
-    /// The journal of a claim is removed.
-    pub fn forget(&self, record: &Record) {
+    fn at_end(&self) -> MutexGuard<'_, BTreeMap<String, BTreeMap<String, HeldAtEnd>>> {
+        // No holder of the lock can panic in the middle of a change.
+        self.at_end.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Audit {
+    fn drop(&mut self) {
+        self.queue.state().is_closed = true;
+        self.queue.changed.notify_all();
+        let runs = |state: &mut State| !state.has_ended;
+        let waited = self
+            .queue
+            .changed
+            .wait_timeout_while(self.queue.state(), END, runs);
+        drop(waited);
+    }
+}
+
+/// The entries that are not written yet.
+#[derive(Debug, Default)]
+struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The oldest first, each with the time at which it was added. One that is being written is still here.
+    entries: VecDeque<Arc<(Entry, Moment)>>,
+    /// The last attempt to write failed.
+    is_failing: bool,
+    /// No entry will be added.
+    is_closed: bool,
+    /// The thread has ended.
+    has_ended: bool,
+}
+
+impl Queue {
+    /// The oldest entry; waits for one. `None` after the last.
+    fn first(&self) -> Option<Arc<(Entry, Moment)>> {
+        let waits = |state: &mut State| state.entries.is_empty() && !state.is_closed;
+        let state = self.changed.wait_while(self.state(), waits);
+        let state = state.unwrap_or_else(PoisonError::into_inner);
+        state.entries.front().map(Arc::clone)
+    }
+
+    /// The oldest entry is written.
+    fn written(&self) {
         let mut state = self.state();
-        state.trail.forget(record);
-        state.at_end.remove(&record.plan.allocation.uid);
+        state.entries.pop_front();
+        state.is_failing = false;
+        drop(state);
+        self.changed.notify_all();
     }
 
-    /// Appends lines; whether there were any.
-    fn write(&self, state: &mut State, due: Vec<Line>) -> Result<bool, FsError> {
-        if due.is_empty() {
-            return Ok(false);
-        }
-        let content = due.iter().flat_map(Line::encode).collect::<Vec<_>>();
-        let is_full = |length| length + content.len() as u64 > self.place.limits.file_bytes;
-        if state.length.is_none_or(is_full)
-            && let Err(error) = self.renew(state)
-        {
-            if state.length.is_none() {
-                return Err(error);
-            }
-            warn!(%error, "cannot begin a new file of the audit trail; the current one grows until the cause is removed");
-        }
-        let length = state.length.unwrap_or_default();
-        if let Err(error) = self.fs.append(&self.current(), length, &content) {
-            // Some of the lines may be there, and nothing that they say holds. If this fails too, the next line replaces
-            // them, or the next start takes account of them.
-            let _ = self.fs.append(&self.current(), length, &[]);
-            return Err(error);
-        }
-        state.length = Some(length + content.len() as u64);
-        for line in due {
-            state.trail.apply(line);
-        }
-        Ok(true)
+    /// The oldest entry cannot be written: waits before the next attempt. Returns whether there is to be one.
+    fn failed(&self, pause: Duration) -> bool {
+        self.state().is_failing = true;
+        self.changed.notify_all();
+        let waits = |state: &mut State| !state.is_closed;
+        let waited = self
+            .changed
+            .wait_timeout_while(self.state(), pause, waits)
+            .unwrap_or_else(PoisonError::into_inner);
+        !waited.0.is_closed
     }
 
-    /// Begins a new file, and drops the oldest one if there are too many.
-    fn renew(&self, state: &mut State) -> Result<(), FsError> {
-        let (fs, folder, current) = (&*self.fs, &self.place.folder, self.current());
-        let lines = state.trail.snapshot(self.now());
-        let content = lines.iter().flat_map(Line::encode).collect::<Vec<_>>();
-        let new = folder.join(format!("{NAME}.tmp"));
-        fs.write(&new, &content, MODE)?;
-        if let Err(error) = fs.reserve(&new, self.place.limits.file_bytes) {
-            debug!(%error, "on a full disk claims may not be released");
-        }
-        if !content.is_empty() {
-            fs.sync(&new)?;
-        }
-        if let Some(length) = state.length {
-            // Without the part of a line that a killed or failed write left.
-            fs.append(&current, length, &[])?;
-            fs.sync(&current)?;
-            for nth in (1..self.place.limits.files - 1).rev() {
-                let from = folder.join(earlier(nth));
-                if fs.mode(&from)?.is_some() {
-                    fs.rename(&from, &folder.join(earlier(nth + 1)))?;
-                }
-            }
-            fs.rename(&current, &folder.join(earlier(1)))?;
-            state.length = None;
-        }
-        fs.rename(&new, &current)?;
-        state.length = Some(content.len() as u64);
-        fs.sync(folder)
+    fn has_one(&self) -> bool {
+        self.state().entries.len() <= 1
     }
 
-    fn current(&self) -> PathBuf {
-        self.place.folder.join(NAME)
+    fn end(&self) {
+        self.state().has_ended = true;
+        self.changed.notify_all();
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
         // No holder of the lock can panic in the middle of a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The name of the nth file before the current one.
-fn earlier(nth: u32) -> String {
-    format!("{NAME}.{nth}")
-}
-
-/// Applies the lines of a file. Returns the length of its whole lines: a kill may have cut the last one short.
-fn replay(trail: &mut Trail, content: &[u8]) -> u64 {
-    let mut length = 0;
-    for line in content.split_inclusive(|byte| *byte == b'\n') {
-        if !line.ends_with(b"\n") {
-            warn!("the last line of the audit trail was cut short; it is written anew");
-            break;
-        }
-        length += line.len() as u64;
-        match Line::decode(line) {
-            Ok(line) => trail.apply(line),
-            Err(error) => {
-                warn!(%error, "a line of the audit trail cannot be read and is left as it is");
-            }
-        }
-    }
-    length
 }

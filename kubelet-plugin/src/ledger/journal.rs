@@ -16,17 +16,13 @@ use crate::host::fs::{self, Durability, Fs, FsError};
 /// Why a journal cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// The file system.
     #[error("journal: {0}")]
     Fs(#[from] FsError),
-    /// The content.
     #[error(
         "journal {path}: {source}; where no driver reads it, delete the claim's pods and then the file"
     )]
     Unreadable {
-        /// The file.
         path: PathBuf,
-        /// Why.
         source: JournalError,
         /// What the claim may hold.
         may_hold: MayHold,
@@ -34,7 +30,6 @@ pub enum StoreError {
     /// The content belongs to another claim.
     #[error("journal {path} records claim {uid}: the file was renamed or copied; delete it")]
     Misnamed {
-        /// The file.
         path: PathBuf,
         /// That claim's UID.
         uid: String,

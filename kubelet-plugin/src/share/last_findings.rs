@@ -11,7 +11,6 @@ use tranche_node::watchdog::compare::Findings;
 /// The last result of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Watched {
-    /// The findings.
     Yes(Findings),
     /// It could not be read.
     No {

@@ -38,7 +38,6 @@ impl ShareSweeper {
         }
     }
 
-    /// Sweeps until cancelled.
     pub async fn run(self, stop: CancellationToken) {
         let this = Arc::new(self);
         let mut reported = Reported::default();

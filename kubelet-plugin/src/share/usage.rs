@@ -38,27 +38,26 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// How often the kubelet is asked for its pods.
 const LIST: Duration = Duration::from_secs(5);
 
+/// How old the kubelet's answer may be. Less than [`LIST`], so that each is another one.
+const POD_RESOURCES_AGE: Duration = Duration::from_secs(4);
+
 /// How old an answer may be: several readers at a time cause one reading.
 const FRESH: Duration = Duration::from_secs(1);
 
 /// How old an answer may be while no claim holds a GPU.
 const FRESH_UNHELD: Duration = Duration::from_mins(1);
 
-/// What is read.
 #[derive(Debug)]
 pub struct Parts {
-    /// The node.
     pub node: String,
-    /// The held claims.
     pub ledger: Arc<Ledger>,
     /// The paths of the pages.
     pub layout: Layout,
-    /// The current driver.
     pub state: watch::Receiver<DriverState>,
     /// Whose the processes are.
     pub last_findings: Arc<LastFindings>,
     /// Lists the node's pods.
-    pub kubelet: Box<dyn Kubelet>,
+    pub kubelet: Arc<dyn Kubelet>,
 }
 
 /// Reads the usage of the node's GPUs.
@@ -91,7 +90,6 @@ impl Usage {
         }
     }
 
-    /// Samples until cancelled.
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
         // Apart, so that a kubelet that does not answer delays no sample and no end.
         let list = async {
@@ -115,8 +113,8 @@ impl Usage {
         if self.parts.ledger.held().is_empty() {
             return;
         }
-        let in_use = self.parts.kubelet.in_use().await;
-        self.listed().add(&self.parts.ledger, in_use.ok());
+        let listing = self.parts.kubelet.list(POD_RESOURCES_AGE).await;
+        self.listed().add(&self.parts.ledger, listing.ok());
     }
 
     /// Samples the utilization of all GPUs, while a claim holds one.
@@ -218,7 +216,6 @@ impl Usage {
     }
 }
 
-/// The Unix time.
 pub(crate) fn unix() -> Duration {
     let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     since.unwrap_or_default()

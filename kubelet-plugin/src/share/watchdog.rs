@@ -25,13 +25,13 @@ use tranche_driver::usage;
 use tranche_driver::usage::departed::{Departed, Holding};
 use tranche_driver::usage::peaks::Peaks;
 use tranche_node::nvml::Driver;
+use tranche_node::processes::owner::Proc;
 use tranche_node::watchdog::INTERVAL;
 use tranche_node::watchdog::compare::{
     Basis, Bypass, Findings, GpuWatch, ProcessId, Sample, UNOWNED_TOLERANCE,
 };
 use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
-use tranche_node::watchdog::owner::Proc;
 use tranche_node::watchdog::probe::{AllMemory, Held, HeldShare, Probe, Unwatchable};
 
 use self::running::{Alive, Devices};
@@ -68,19 +68,15 @@ const UNOWNED: &str = "memory of the GPU is in use by no process, so no new clai
 /// What a watchdog reads and writes.
 #[derive(Debug)]
 pub struct Parts {
-    /// The held claims.
     pub ledger: Arc<Ledger>,
     /// The paths of the pages.
     pub layout: Layout,
     /// What the policies ask of this node.
     pub policy: watch::Receiver<NodePolicy>,
-    /// The current driver.
     pub state: watch::Receiver<DriverState>,
     /// The measured sizes of contexts.
     pub contexts: Arc<Contexts>,
-    /// Events on pods.
     pub events: Events,
-    /// The counters.
     pub metrics: Arc<Metrics>,
     /// Where the findings go.
     pub last_findings: Arc<LastFindings>,

@@ -43,7 +43,6 @@ impl FakeApi {
         self.0.lock().unwrap().objects.insert(path, claim);
     }
 
-    /// Deletes a claim.
     pub fn delete(&self, claim: &Value) {
         self.0.lock().unwrap().objects.remove(&path(claim));
     }

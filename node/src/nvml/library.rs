@@ -18,6 +18,7 @@ use tranche_nvml::gpm::Gpm;
 use tranche_nvml::nvlink::NvLinks;
 use tranche_nvml::xids::Xids;
 
+use super::call::call;
 use super::time_slice::NvidiaSmi;
 use super::{
     BrokenGpu, ChangeError, Description, GpuDescription, GpuUse, Nvml, NvmlError, PartitionUse,
@@ -63,28 +64,6 @@ struct Library {
     nvlinks: NvLinks,
     xids: Xids,
     smi: NvidiaSmi,
-}
-
-pub(super) fn call<T>(
-    call: &'static str,
-    object: &str,
-    result: Result<T, Reason>,
-) -> Result<T, NvmlError> {
-    result.map_err(|e| match e {
-        Reason::GpuLost => NvmlError::GpuLost {
-            call,
-            object: object.to_owned(),
-        },
-        Reason::NotSupported => NvmlError::NotSupported {
-            call,
-            object: object.to_owned(),
-        },
-        e => NvmlError::Call {
-            call,
-            object: object.to_owned(),
-            reason: e.to_string(),
-        },
-    })
 }
 
 impl Nvml for Library {
@@ -354,7 +333,6 @@ impl Library {
             multiprocessors: device.attributes().ok().map(|a| a.multiprocessor_count),
             mig_capable: mig.is_some(),
             mig_mode: mig.unwrap_or_default(),
-            mig_compute_slices: mig_profiles.iter().map(|it| it.compute_slices).max(),
             mig_profiles,
             mig_instances,
             vgpu_role,

@@ -11,7 +11,7 @@ use tranche_api::usage::{Measure, Memory, Sensors, Utilization, WHOLE};
 use tranche_nvml::gpm::Gpm;
 use tranche_nvml::nvlink::NvLinks;
 
-use super::library::call;
+use super::call::call;
 use super::{GpuUse, NvmlError};
 
 /// The metrics of GPM that are utilizations, in percent.

@@ -61,9 +61,9 @@ fn machine(others: &[SimulatedFunction]) -> Machine {
 }
 
 impl Machine {
-    fn bring(&self, wanted: bool) -> Result<Actual, BringError> {
+    fn reconcile(&self, wanted: bool) -> Result<Actual, ReconcileError> {
         let record = self.record.borrow().clone();
-        bring(
+        reconcile(
             &self.vfio,
             (address(GPU), Some(MINOR)),
             wanted,
@@ -87,7 +87,7 @@ fn names(gpu: &str, audio: &str) -> [Option<String>; 2] {
 #[test]
 fn a_gpu_goes_to_vfio_with_its_audio_and_comes_back() {
     let machine = machine(&[]);
-    let actual = machine.bring(true).unwrap();
+    let actual = machine.reconcile(true).unwrap();
     assert_eq!(machine.drivers(), names(VFIO_DRIVER, VFIO_DRIVER));
     assert_eq!(
         machine.vfio.nodes_by(&actual, Interface::Group).unwrap(),
@@ -103,7 +103,7 @@ fn a_gpu_goes_to_vfio_with_its_audio_and_comes_back() {
     );
     assert!(machine.record.borrow().is_some());
 
-    machine.bring(false).unwrap();
+    machine.reconcile(false).unwrap();
     assert_eq!(machine.drivers(), names("nvidia", "snd_hda_intel"));
     assert_eq!(*machine.record.borrow(), None);
     let gpu = machine.vfio.function(address(GPU)).unwrap();
@@ -114,8 +114,8 @@ fn a_gpu_goes_to_vfio_with_its_audio_and_comes_back() {
 fn a_gpu_that_a_process_has_open_stays_where_it_is() {
     let machine = machine(&[]);
     let open = |name: &str| fs::File::open(machine.root.path().join(name)).unwrap();
-    let in_use = |result: Result<Actual, BringError>| match result {
-        Err(BringError::Obstacle(Obstacle::InUse { user, .. })) => {
+    let in_use = |result: Result<Actual, ReconcileError>| match result {
+        Err(ReconcileError::Obstacle(Obstacle::InUse { user, .. })) => {
             assert_eq!(user.pid, std::process::id());
             let name = fs::read_to_string("/proc/self/comm").unwrap();
             assert_eq!(user.name, name.trim_end());
@@ -123,19 +123,19 @@ fn a_gpu_that_a_process_has_open_stays_where_it_is() {
         other => panic!("{other:?}"),
     };
     let file = open("dev/nvidia3");
-    in_use(machine.bring(true));
+    in_use(machine.reconcile(true));
     assert_eq!(machine.drivers(), names("nvidia", "snd_hda_intel"));
     assert_eq!(*machine.record.borrow(), None);
     drop(file);
-    machine.bring(true).unwrap();
+    machine.reconcile(true).unwrap();
     // What a virtual machine opens.
     for name in ["dev/vfio/7", "dev/vfio/devices/vfio1"] {
         let file = open(name);
-        in_use(machine.bring(false));
+        in_use(machine.reconcile(false));
         assert_eq!(machine.drivers(), names(VFIO_DRIVER, VFIO_DRIVER));
         drop(file);
     }
-    machine.bring(false).unwrap();
+    machine.reconcile(false).unwrap();
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn a_crash_after_any_step_is_made_good() {
         for steps in 0..10 {
             let machine = machine(&[]);
             for wanted in [true, false] {
-                // As `bring` does, and no further.
+                // As `reconcile` does, and no further.
                 for _ in 0..steps {
                     let actual = machine.vfio.read(address(GPU), None).unwrap();
                     let record = machine.record.borrow().clone();
@@ -155,7 +155,7 @@ fn a_crash_after_any_step_is_made_good() {
                     }
                 }
             }
-            machine.bring(wanted_at_last).unwrap();
+            machine.reconcile(wanted_at_last).unwrap();
             let expected = if wanted_at_last {
                 names(VFIO_DRIVER, VFIO_DRIVER)
             } else {
@@ -195,7 +195,7 @@ fn a_machine_that_cannot_give_the_gpu_away_is_left_as_it_is() {
     let switch = function("0000:50:00.0", 0x06_8000, Some(9));
     for (other, part) in [(nic, "0000:42:00.0 too"), (switch, "connected by NVSwitch")] {
         let machine = machine(&[other]);
-        let error = machine.bring(true).unwrap_err().to_string();
+        let error = machine.reconcile(true).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
         assert_eq!(machine.drivers(), names("nvidia", "snd_hda_intel"));
     }
@@ -204,7 +204,7 @@ fn a_machine_that_cannot_give_the_gpu_away_is_left_as_it_is() {
 #[test]
 fn a_write_without_effect_is_an_error() {
     let machine = machine(&[]);
-    machine.bring(true).unwrap();
+    machine.reconcile(true).unwrap();
     let vfio = machine.vfio.clone().with_patience(Duration::ZERO);
     let change = Change::Unbind(address(GPU), VFIO_DRIVER.to_owned());
     // Nobody reads this file.

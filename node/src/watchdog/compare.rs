@@ -12,6 +12,8 @@
 //! but all slots together count no more than the share's limit, so memory beyond the share's limit is
 //! always reported.
 
+pub use crate::processes::owner::ProcessId;
+
 use std::collections::BTreeMap;
 
 use tranche_driver::policy::UNMEASURED_CONTEXT;
@@ -31,16 +33,6 @@ const CONFIRM: u32 = 2;
 /// The same for memory without an owner: the driver may take some seconds to free a dead process's
 /// memory.
 const CONFIRM_UNOWNED: u32 = 5;
-
-/// A process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ProcessId {
-    /// In the host's PID namespace.
-    pub pid: u32,
-    /// When it started, in clock ticks since the boot: field 22 of `/proc/<pid>/stat`. Together with the PID
-    /// it names one process.
-    pub started: u64,
-}
 
 /// One sample of a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use std::io;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::compare::ProcessId;
-use super::owner::Proc;
+use crate::processes::owner::Proc;
 
 /// The result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,9 +7,9 @@ use std::time::Instant;
 use tranche_driver::usage;
 
 use super::compare::{Owner, ProcessId, ProcessSample, Sample, ShareSample, SlotSample};
-use super::owner::{Identity, Proc};
 use crate::nvml::{Driver, KeptNvml, NvmlError, ProcessMemory};
 use crate::page::{AccountCopy, AccountFile};
+use crate::processes::owner::{Identity, Proc};
 
 /// How often the accounts and NVML are read if an account changes meanwhile.
 const READINGS: u32 = 4;

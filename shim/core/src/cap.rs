@@ -17,8 +17,7 @@
 //! | 1024 | 3072 | the compute share's refill, [`crate::compute::refill`], which the checksum does not cover; zero at first |
 //!
 //! Integers are little endian, texts UTF-8 padded with zeros, all else zero. Every change of
-//! meaning needs a new version; a reader knows exactly one. (A release that does not know the field of MPS
-//! holds the memory of such a share to its cap all the same, and its clients have the daemon's default limits.)
+//! meaning needs a new version; a reader knows exactly one.
 
 use crate::error::PageError;
 use crate::uuid::GpuUuid;
@@ -31,7 +30,7 @@ pub const LEN: usize = 4096;
 pub const LIMITS_LEN: usize = 1024;
 
 /// The layout's version: the same as the account page's, because a claim has both.
-pub const ABI: u32 = 3;
+pub const ABI: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"TRANCHEC";
 const NO_LIMIT: u64 = u64::MAX;

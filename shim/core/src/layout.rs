@@ -43,7 +43,7 @@ use crate::cap::{get_u32, get_u64};
 use crate::error::PageError;
 
 /// The layout's version.
-pub const ABI: u32 = 3;
+pub const ABI: u32 = 1;
 
 /// Processes that can hold one share at a time.
 pub const SLOTS: usize = 1024;

@@ -25,6 +25,7 @@
 //! shim) promises there that the memory is one; whoever reads a page's bytes promises nothing.
 #![no_std]
 #![forbid(unsafe_code)]
+#![warn(missing_docs)]
 
 #[cfg(any(test, loom))]
 extern crate std;

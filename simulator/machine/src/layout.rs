@@ -142,7 +142,6 @@ impl NvLinkCounter {
     ];
 }
 
-/// One GPU.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub struct GpuState {
@@ -310,7 +309,6 @@ pub struct Shared {
     pub gpus: [GpuState; MAX_GPUS],
     /// The last [`EVENT_RING`] events.
     pub events: [Event; EVENT_RING],
-    /// Processes.
     pub slots: [ProcessSlot; MAX_PROCESSES],
     /// The kernels of each process on each GPU. Most lanes are never written, and take no memory.
     pub lanes: [[Lane; MAX_GPUS]; MAX_PROCESSES],

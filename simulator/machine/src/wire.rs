@@ -167,7 +167,6 @@ fn read(packet: &[u8]) -> Option<[u32; 7]> {
 }
 
 impl Request {
-    /// The packet.
     #[must_use]
     pub fn encode(self) -> [u8; PACKET] {
         let place = |start: Option<u32>| start.unwrap_or(ANYWHERE);
@@ -253,7 +252,6 @@ impl Request {
 }
 
 impl Reply {
-    /// The packet.
     #[must_use]
     pub fn encode(self) -> [u8; PACKET] {
         let [status, slot] = match self {

@@ -129,7 +129,6 @@ unsafe extern "C" fn monitoring(
     device(of.cast()).map_or_else(|code| code.0, |_| 0)
 }
 
-/// One compute policy.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ComputePolicy {

@@ -1,10 +1,11 @@
 use serde_json::{Value, json};
 use tranche_api::usage::NodeUsage;
 use tranche_api::{GpuNode, SharingPolicy};
-use tranche_driver::idle::{Action, Why, holders};
+use tranche_driver::policy::Action;
 
 use super::*;
 use crate::idle::asked::{Allowed, Asked};
+use crate::idle::holder::holders;
 use crate::index::NodeView;
 
 const fn seconds(seconds: u64) -> Duration {

@@ -11,36 +11,15 @@ use crate::demand::{Claim, any_pod};
 
 const MIB: u64 = 1 << 20;
 
-/// A product: its name, architecture, compute capability, MiB in total, MiB that the driver reserves, MIG compute slices.
-type Product = (
-    &'static str,
-    &'static str,
-    &'static str,
-    u64,
-    u64,
-    Option<u32>,
-);
+/// A product: its name, architecture, compute capability, MiB in total, MiB that the driver reserves, whether it has MIG.
+type Product = (&'static str, &'static str, &'static str, u64, u64, bool);
 
 pub const PRODUCTS: [Product; 5] = [
-    (
-        "NVIDIA H100 80GB HBM3",
-        "Hopper",
-        "9.0",
-        81_559,
-        600,
-        Some(7),
-    ),
-    (
-        "NVIDIA A100-SXM4-40GB",
-        "Ampere",
-        "8.0",
-        40_960,
-        570,
-        Some(7),
-    ),
-    ("NVIDIA A30", "Ampere", "8.0", 24_576, 430, Some(4)),
-    ("NVIDIA L4", "Ada", "8.9", 23_034, 460, None),
-    ("Tesla T4", "Turing", "7.5", 15_360, 400, None),
+    ("NVIDIA H100 80GB HBM3", "Hopper", "9.0", 81_559, 600, true),
+    ("NVIDIA A100-SXM4-40GB", "Ampere", "8.0", 40_960, 570, true),
+    ("NVIDIA A30", "Ampere", "8.0", 24_576, 430, true),
+    ("NVIDIA L4", "Ada", "8.9", 23_034, 460, false),
+    ("Tesla T4", "Turing", "7.5", 15_360, 400, false),
 ];
 
 /// A node and what happens on it.
@@ -131,9 +110,8 @@ pub fn inventory(products: &[usize]) -> Inventory {
             reserved_memory: Quantity::from_bytes(reserved * MIB),
             multiprocessors: None,
             context_memory: None,
-            mig_capable: mig.is_some(),
+            mig_capable: mig,
             mig_mode: MigMode::default(),
-            mig_compute_slices: mig,
             vfio: Some(GpuVfio {
                 iommu_group: slot + 1,
                 obstacle: None,

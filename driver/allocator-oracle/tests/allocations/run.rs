@@ -3,20 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Add;
 
-use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::api::resource::v1::{
-    AllocationResult, Device, DeviceClass, DeviceRequestAllocationResult, ResourceClaim,
-    ResourceClaimStatus, ResourceSlice,
+    AllocationResult, Device, DeviceRequestAllocationResult, ResourceClaim, ResourceClaimStatus,
+    ResourceSlice,
 };
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
-use tranche_allocator_oracle::comparison::compare;
-use tranche_allocator_oracle::{Error, Knowledge, Outcome, Scheduler, chart_classes};
+use tranche_allocator_oracle::{Knowledge, Outcome, Scheduler};
 use tranche_api::gpu_node::Inventory;
 use tranche_api::names::{OVERSUBSCRIBED, attribute, capacity, pool};
 use tranche_api::quantity::Quantity;
 use tranche_api::tier::Tier;
 use tranche_api::withheld::{WithheldGpu, reason};
-use tranche_driver::allocator::{Cluster, Selectors};
 use tranche_driver::claim::{Allocation, DeviceName};
 use tranche_driver::preparation::{self, PreparationPlan, PreparationProblem};
 use tranche_driver::slices::{self, NodeInput, PublishedDevice};
@@ -68,8 +64,6 @@ struct Run<'a> {
     products: &'a [usize],
     inventory: Inventory,
     model: Model,
-    classes: Vec<DeviceClass>,
-    selectors: Selectors,
     generation: i64,
     slices: Vec<ResourceSlice>,
     devices: Vec<Device>,
@@ -92,8 +86,6 @@ pub fn story(
         products: &story.gpus,
         inventory,
         model,
-        classes: chart_classes().map_err(|error| error.to_string())?,
-        selectors: Selectors::default(),
         generation: 0,
         slices: Vec::new(),
         devices: Vec::new(),
@@ -199,10 +191,6 @@ impl Run<'_> {
             .collect();
         let promised = self.model.allocate(claims, &self.holdings());
         let outcome = self.scheduler.allocate(&objects, Knowledge::All);
-        // Of some pods, because it takes as long as the scheduler's own code.
-        if self.created.is_multiple_of(5) {
-            self.explain(&objects, &outcome)?;
-        }
         match (outcome.map_err(|error| error.to_string())?, promised) {
             (Outcome::Unschedulable(_), None) => {
                 self.count.pending += 1;
@@ -213,30 +201,6 @@ impl Run<'_> {
             }
             (outcome, promised) => Err(format!("promised {promised:?}, but it is {outcome:?}")),
         }
-    }
-
-    /// `tranche_driver::allocator` allocates the same.
-    fn explain(
-        &self,
-        objects: &[ResourceClaim],
-        outcome: &Result<Outcome, Error>,
-    ) -> Result<(), String> {
-        let node = Node {
-            metadata: ObjectMeta {
-                name: Some(NODE.to_owned()),
-                ..ObjectMeta::default()
-            },
-            ..Node::default()
-        };
-        let held = self.pods.iter().flat_map(|pod| &pod.claims);
-        let cluster = Cluster {
-            slices: &self.slices,
-            classes: &self.classes,
-            claims: &held.collect::<Vec<_>>(),
-            selectors: &self.selectors,
-        };
-        let verdict = cluster.judge(&node, &objects.iter().collect::<Vec<_>>());
-        compare(outcome, &verdict)
     }
 
     /// A pod gets what was promised, and the node can prepare it.

@@ -57,7 +57,6 @@ fn a_share_has_a_part_of_the_gpu_and_an_account_of_it() {
     );
 }
 
-/// Journals of the release before have neither.
 #[test]
 fn a_share_whose_memory_is_not_oversubscribed_is_written_as_ever() {
     let plan = prepared("a", &[capped("20Gi", "10")], &[]);

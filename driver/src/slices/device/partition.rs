@@ -100,14 +100,18 @@ fn existing<'a>(
     geometry: &'a Geometry,
 ) -> Result<Vec<(&'a Partition, &'a MigInstance)>, OfferError> {
     let one = |instance: &'a MigInstance| {
-        let profile = instance.profile.parse().map_err(Into::into);
-        let profile = profile.map_err(OfferError::Geometry)?;
+        let profile = instance
+            .profile
+            .parse()
+            .map_err(Into::into)
+            .map_err(OfferError::Geometry)?;
         let start = u8::try_from(instance.start).unwrap_or(u8::MAX);
-        let partition = geometry.partition(profile, start);
-        let partition = partition.ok_or_else(|| OfferError::Instance {
-            profile: instance.profile.clone(),
-            start: instance.start,
-        })?;
+        let partition = geometry
+            .partition(profile, start)
+            .ok_or_else(|| OfferError::Instance {
+                profile: instance.profile.clone(),
+                start: instance.start,
+            })?;
         Ok((partition, instance))
     };
     gpu.mig_instances.iter().map(one).collect()

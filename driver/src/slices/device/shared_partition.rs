@@ -122,8 +122,9 @@ fn device(
         total: partition.memory,
         reserved: partition.memory - partition.available_memory(),
     };
-    let capacity = sized(&terms.capped, sharing.sharers, None, &memory)?.into_iter();
-    let capacity = capacity.map(|(name, value)| (name.to_owned(), value));
+    let capacity = sized(&terms.capped, sharing.sharers, None, &memory)?
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value));
     let tier = sharing.tier.tier();
     let mut attributes = possible.attributes(parent, common)?;
     // What divides those that share it: the partition's border is hardware, and no claim of this tier is told apart by it.

@@ -218,8 +218,7 @@ proptest! {
                 let own = claim.uuid.clone();
                 claims.insert(next, claim);
                 if *prepared {
-                    let plan = prepare(next, &claims, &inventory);
-                    let plan = plan.map_err(|problem| TestCaseError::fail(problem.to_string()))?;
+                    let plan = prepare(next, &claims, &inventory).map_err(|problem| TestCaseError::fail(problem.to_string()))?;
                     prop_assert_eq!(&plan.devices[0].gpu_uuid, &own);
                     claims.get_mut(&next).unwrap().journal = Some(plan);
                 }

@@ -35,7 +35,7 @@ fn slices_that_mean_the_same_are_the_same() {
             json!("6000m"),
         ),
         (
-            "/devices/0/consumesCounters/0/counters/memory-slice-0/value",
+            "/devices/0/consumesCounters/0/counters/gpu/value",
             json!("1000m"),
         ),
         ("/devices/0/taints", json!([])),
@@ -62,7 +62,7 @@ fn slices_that_mean_the_same_are_the_same() {
     let counters = |value: &str| {
         let mut spec = plan.spec(&plan.slices[0], 1);
         let sets = spec.shared_counters.as_mut().unwrap();
-        sets[0].counters.get_mut("memory-slice-0").unwrap().value.0 = value.to_owned();
+        sets[0].counters.get_mut("gpu").unwrap().value.0 = value.to_owned();
         spec
     };
     assert!(same_twice(&counters("1"), &counters("1000m")));

@@ -13,7 +13,7 @@ use tranche_api::withheld::{WithheldGpu, reason};
 use super::{all_tiers, devices, input, inventory, limits, objects, planned, policy};
 use crate::claim::DeviceName;
 use crate::policy::terms;
-use crate::slices::{Content, NodeInput, Place, PlannedSlice, SlicePlan, plan};
+use crate::slices::{Content, NodeInput, PlannedSlice, Position, SlicePlan, plan};
 use crate::testing::gpu;
 
 fn any_gpus() -> impl Strategy<Value = Vec<Gpu>> {
@@ -177,7 +177,7 @@ proptest! {
         let mut left = gpus;
         let address = left.remove(lost.index(left.len())).pci_bus_id.parse().unwrap();
         let after = planned(&inventory(left), &policies);
-        let own = Place::Gpu(address, 0).to_string();
+        let own = Position::Gpu(address, 0).to_string();
         let others = |plan: &SlicePlan| -> Vec<PlannedSlice> {
             plan.slices
                 .iter()

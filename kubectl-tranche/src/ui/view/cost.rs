@@ -1,9 +1,8 @@
 //! What a GPU stands for, in money and in GPUs, among those who hold parts of it: the bill of `cost`, of one GPU.
 
-use tranche_driver::cost::Money;
-
 use crate::cost::of_gpu;
 use crate::model::Gpu;
+use crate::money::Money;
 
 /// The parts of an amount that a GPU stands for. They sum to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

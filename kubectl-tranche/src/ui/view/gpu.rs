@@ -2,11 +2,12 @@
 
 use serde::Serialize;
 use tranche_api::Tier;
-use tranche_driver::cost::{Money, Prices};
 
 use super::cost::{self, Parts};
 use super::used;
+use crate::cost::Prices;
 use crate::model::{Gpu, Held, Room, SharesRoom, Tenant, short};
+use crate::money::Money;
 use crate::output::bytes;
 use crate::top::size;
 
@@ -23,11 +24,9 @@ pub struct NodeView {
     pub plugin: Option<String>,
     /// What is wrong with it.
     pub problems: Vec<String>,
-    /// Its GPUs.
     pub gpus: Vec<GpuView>,
 }
 
-/// A GPU.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuView {
@@ -35,7 +34,6 @@ pub struct GpuView {
     pub uuid: String,
     /// Its number, or the beginning of its UUID.
     pub name: String,
-    /// The product.
     pub product: String,
     /// The PCI address.
     pub pci: String,
@@ -82,17 +80,14 @@ pub struct Segment {
 pub struct TenantView {
     /// The claim's namespace.
     pub namespace: String,
-    /// The claim's name.
     pub claim: String,
     /// By which its use is found in the record `use/NODE`.
     pub use_key: String,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,
-    /// The tier.
     pub tier: Tier,
     /// What it has: `20Gi · 25 %`, `3g.40gb`, `whole GPU`.
     pub has: String,
-    /// The device's name.
     pub device: String,
     /// The MIG device's UUID.
     pub mig: Option<String>,
@@ -118,7 +113,6 @@ pub struct GpuSums {
 }
 
 impl GpuSums {
-    /// Of a GPU.
     #[must_use]
     pub fn new(gpu: &Gpu, prices: &Prices) -> Self {
         let known = prices.of(&gpu.product);
@@ -133,7 +127,6 @@ impl GpuSums {
 }
 
 impl GpuView {
-    /// Of a GPU.
     #[must_use]
     pub fn new(gpu: &Gpu, sums: &GpuSums) -> Self {
         let money = |amount: Money| sums.price.map(|_| amount.to_string());

@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 use tranche_api::Tier;
-use tranche_driver::cost::Money;
 
 use super::gpu::GpuSums;
 use crate::model::{Node, Room};
+use crate::money::Money;
 
 /// What a node adds to the sums.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -43,7 +43,6 @@ struct Namespace {
 pub struct Summary {
     /// Nodes with GPUs.
     pub nodes: u64,
-    /// GPUs.
     pub gpus: u64,
     /// Of them, those of which nobody holds anything and which are offered.
     pub free_gpus: u64,
@@ -81,7 +80,6 @@ pub struct Summary {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NamespaceView {
-    /// Its name.
     pub namespace: String,
     /// Devices and shares.
     pub devices: u64,
@@ -132,7 +130,6 @@ impl NodeSums {
 }
 
 impl Summary {
-    /// Of all nodes.
     #[must_use]
     pub fn new<'a>(nodes: impl Iterator<Item = &'a NodeSums>) -> Self {
         let mut all = NodeSums::default();

@@ -18,9 +18,7 @@ use crate::snapshot::Snapshot;
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodView {
-    /// Its namespace.
     pub namespace: String,
-    /// Its name.
     pub name: String,
     /// What its claims of our devices ask for.
     pub wants: Vec<String>,

@@ -39,7 +39,6 @@ pub const PAUSE: Duration = Duration::from_secs(1);
 /// The result of a GET of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Found {
-    /// The claim exists.
     There,
     /// The API server said that it does not exist, or has another claim of its name.
     Gone,

@@ -8,7 +8,7 @@ use tranche_shim_runtime::sys::File;
 
 use super::schedule::{GRACE, LONGEST, SPREAD};
 use crate::testing::api::Mood;
-use crate::testing::{Listing, Plugin, World, capped, claim, claim_ref, whole};
+use crate::testing::{KubeletList, Plugin, World, capped, claim, claim_ref, whole};
 
 const HOUR: Duration = Duration::from_hours(1);
 
@@ -38,7 +38,7 @@ async fn at_steady_state_the_api_server_is_asked_for_nothing() {
     let names: Vec<_> = names.iter().map(String::as_str).collect();
     prepare(&world, &world.start(), &names).await;
     let plugin = world.start();
-    let kubelet = Listing::of(&plugin.preparer.ledger().held());
+    let kubelet = KubeletList::of(&plugin.preparer.ledger().held());
 
     let search = plugin.search(&world, &kubelet).await;
     let requests = || world.api.requests().len();
@@ -81,7 +81,7 @@ async fn claims_that_are_gone_or_replaced_are_released_and_others_stay() {
     // it is not known whether the earlier process did it.
     let plugin = world.start();
     plugin
-        .search(&world, &Listing::default())
+        .search(&world, &KubeletList::default())
         .await
         .run_for(HOUR)
         .await;
@@ -100,7 +100,7 @@ async fn what_is_not_the_api_servers_word_releases_nothing() {
     let world = World::new();
     let objects = prepare(&world, &world.start(), &["a"]).await;
     let plugin = world.start();
-    let search = plugin.search(&world, &Listing::default()).await;
+    let search = plugin.search(&world, &KubeletList::default()).await;
     for mood in [
         Mood::Failing(404),
         Mood::Failing(500),
@@ -142,7 +142,7 @@ async fn a_claim_that_is_gone_keeps_its_gpu_while_a_container_has_it() {
         plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
         world.api.delete(&object);
         world.run_in_container(&plugin.preparer.ledger().held()[0], 4711);
-        let search = plugin.search(&world, &Listing::default()).await;
+        let search = plugin.search(&world, &KubeletList::default()).await;
         search.run_for(24 * HOUR).await;
         assert_eq!(held(&plugin), ["a"]);
         world.end(4711);
@@ -158,7 +158,7 @@ async fn a_claim_that_is_gone_keeps_its_gpu_while_processes_are_not_known_or_cou
     let plugin = world.start();
     let objects = prepare(&world, &plugin, &["a"]).await;
     world.api.delete(&objects[0]);
-    let search = plugin.search(&world, &Listing::default()).await;
+    let search = plugin.search(&world, &KubeletList::default()).await;
     fs::remove_dir(world.proc()).unwrap();
     search.run_for(HOUR).await;
     assert_eq!(
@@ -192,7 +192,7 @@ async fn what_the_kubelet_lists_is_never_released() {
     let world = World::new();
     let plugin = world.start();
     let objects = prepare(&world, &plugin, &["a"]).await;
-    let kubelet = Listing::of(&plugin.preparer.ledger().held());
+    let kubelet = KubeletList::of(&plugin.preparer.ledger().held());
     world.api.delete(&objects[0]);
     let plugin = world.start();
     let search = plugin.search(&world, &kubelet).await;
@@ -209,7 +209,7 @@ async fn what_the_kubelet_lists_at_the_last_moment_is_not_released() {
     let objects = prepare(&world, &world.start(), &["a"]).await;
     world.api.delete(&objects[0]);
     let plugin = world.start();
-    let kubelet = Listing::default();
+    let kubelet = KubeletList::default();
     let search = plugin.search(&world, &kubelet).await;
     kubelet.lists(&[]);
     let gets = world.api.requests().len();
@@ -234,7 +234,7 @@ async fn an_orphan_in_the_way_is_released_while_the_new_claim_waits() {
     let objects = prepare(&world, &plugin, &["old"]).await;
     world.api.delete(&objects[0]);
     world.api.put(claim("new", &[whole("gpu", 0)]));
-    let search = plugin.search(&world, &Listing::default()).await;
+    let search = plugin.search(&world, &KubeletList::default()).await;
     let new = claim_ref("new");
     tokio::select! {
         () = search.run_for(HOUR) => panic!("the new claim is still waiting"),
@@ -248,7 +248,7 @@ async fn a_pod_that_joins_a_held_claim_costs_one_request() {
     let world = World::new();
     let plugin = world.start();
     let mut objects = prepare(&world, &plugin, &["a"]).await;
-    let kubelet = Listing::of(&plugin.preparer.ledger().held());
+    let kubelet = KubeletList::of(&plugin.preparer.ledger().held());
     let search = plugin.search(&world, &kubelet).await;
     search.run_for(24 * HOUR).await;
     let before = world.api.requests().len();

@@ -20,9 +20,7 @@ use tranche_node::root::RootError;
 #[derive(Debug, thiserror::Error)]
 #[error("{}", text(claim, problem))]
 pub struct PrepareError {
-    /// Which.
     pub claim: ClaimRef,
-    /// Why.
     pub problem: Problem,
 }
 
@@ -30,9 +28,7 @@ pub struct PrepareError {
 #[derive(Debug, thiserror::Error)]
 #[error("{}", text(claim, problem))]
 pub struct UnprepareError {
-    /// Which.
     pub claim: ClaimRef,
-    /// Why.
     pub problem: Problem,
 }
 
@@ -44,7 +40,6 @@ fn text(claim: &ClaimRef, problem: &Problem) -> String {
     }
 }
 
-/// Why not.
 #[derive(Debug, thiserror::Error)]
 pub enum Problem {
     /// The API server does not have it.
@@ -90,19 +85,13 @@ pub enum Problem {
         "GPU {gpu}: the controller has not published yet what the SharingPolicy asks of the node (status.published.gpus of \
          the node's GpuNode): see that the controller runs and what status.published.problem says; the kubelet asks again"
     )]
-    PolicyUnknown {
-        /// The GPU.
-        gpu: String,
-    },
+    PolicyUnknown { gpu: String },
     /// Memory of a GPU is in use without an owner.
     #[error(
         "GPU {gpu}: memory that an ended process left is still in use: the GPU is given to new claims when the driver has \
          freed it; if it stays, reset the GPU (`nvidia-smi --gpu-reset`) or reboot the node"
     )]
-    Unowned {
-        /// The GPU.
-        gpu: String,
-    },
+    Unowned { gpu: String },
     /// Our files for containers were not installed at the start.
     #[error("{0}")]
     NotInstalled(String),
@@ -112,7 +101,6 @@ pub enum Problem {
     /// The driver's CDI spec.
     #[error(transparent)]
     Fs(#[from] FsError),
-    /// A step failed.
     #[error(transparent)]
     Execute(#[from] ExecuteError),
     /// A step of an earlier plan failed when it was repeated.
@@ -130,7 +118,6 @@ pub enum Problem {
     /// It took too long.
     #[error("not done within {} s (the kubelet allows 45 s); it continues, and the kubelet asks again", .0.as_secs())]
     Timeout(Duration),
-    /// The plugin stops.
     #[error("the plugin is stopping: the next plugin takes over")]
     Stopping,
 }

@@ -4,8 +4,8 @@
 mod tests;
 
 use tranche_driver::journal::Record;
-use tranche_node::containers::Containers;
 use tranche_node::page::AccountFile;
+use tranche_node::processes::containers::Containers;
 
 use super::Problem;
 use crate::host::layout::Layout;

@@ -18,7 +18,7 @@ use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverError, DriverState};
 use crate::host::fs::testing::{Fault, FaultyFs};
 use crate::testing::api::Mood;
-use crate::testing::{Listing, Plugin, World, capped, claim, claim_ref, oversubscribed, whole};
+use crate::testing::{KubeletList, Plugin, World, capped, claim, claim_ref, oversubscribed, whole};
 use tranche_node::nvml::NvmlError;
 
 /// The names of the held claims.
@@ -917,9 +917,8 @@ const ENDINGS: [Ending; 4] = [
 fn expected_grants(world: &World, ending: Ending, was_prepared: bool) -> usize {
     let is_prepared = matches!(ending, Ending::Retried | Ending::Rebooted);
     let is_held = world.layout.claims().join("uid-of-a.json").exists();
-    let has_ended = world.grants().iter().any(|(_, ended)| ended.is_some());
     let before = was_prepared || is_held;
-    let anew = is_prepared && (!before || has_ended);
+    let anew = is_prepared && !is_held;
     2 * (usize::from(before) + usize::from(anew))
 }
 
@@ -937,7 +936,7 @@ async fn ends_well(world: &mut World, ending: Ending, at: usize, wanted: &[(Stri
         Ending::Released => plugin.preparer.unprepare(&claim_ref("a")).await.unwrap(),
         Ending::Orphaned => {
             world.api.delete(&shares());
-            let search = plugin.search(world, &Listing::default()).await;
+            let search = plugin.search(world, &KubeletList::default()).await;
             search.run_for(SPREAD * 2).await;
         }
     }

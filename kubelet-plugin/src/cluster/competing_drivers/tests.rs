@@ -1,13 +1,14 @@
 //! A gRPC service in the kubelet's place on a real socket, and device plugins that start and end.
 
 use std::os::unix::net::UnixListener;
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use serde_json::json;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
 use super::*;
+use crate::kubelet::pod_resources::PodResources;
 use crate::kubelet::proto::podresources as proto;
 use crate::kubelet::proto::podresources::pod_resources_lister_server::{
     PodResourcesLister, PodResourcesListerServer,
@@ -62,7 +63,6 @@ impl Node {
         let places = Places {
             device_plugins: root.join("device-plugins"),
             registry: world.layout.registry.clone(),
-            pod_resources: root.join("kubelet.sock"),
         };
         let gpus = &world.ready.inventory.gpus;
         Self {
@@ -76,7 +76,7 @@ impl Node {
 
     fn with_kubelet() -> Self {
         let mut node = Self::new();
-        let (socket, incoming) = Socket::listen(&node.places.pod_resources).unwrap();
+        let (socket, incoming) = Socket::listen(&node.kubelet_socket()).unwrap();
         let service = PodResourcesListerServer::new(node.kubelet.clone());
         tokio::spawn(
             Server::builder()
@@ -87,9 +87,14 @@ impl Node {
         node
     }
 
+    fn kubelet_socket(&self) -> PathBuf {
+        self.world.dir.path().join("kubelet.sock")
+    }
+
     fn search(&self) -> CompetingDriverSearch {
         CompetingDriverSearch::new(
             self.places.clone(),
+            Arc::new(PodResources::new(self.kubelet_socket())),
             self.world.api.client(),
             NODE.to_owned(),
         )

@@ -36,7 +36,6 @@ pub struct OwnSlices {
 }
 
 impl OwnSlices {
-    /// Applies an event.
     pub fn apply(&mut self, event: SliceEvent) {
         match event {
             Event::Init => self.listing = Some(BTreeSet::new()),

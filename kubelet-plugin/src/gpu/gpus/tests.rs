@@ -18,7 +18,7 @@ use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverError, DriverState};
 use crate::host::fs::testing::{Fault, FaultyFs};
 use crate::testing::{
-    Listing, Plugin, World, capped, capped_on, claim, claim_ref, concurrent, concurrent_on,
+    KubeletList, Plugin, World, capped, capped_on, claim, claim_ref, concurrent, concurrent_on,
     partition, passthrough, whole,
 };
 use tranche_node::nvml::{Nvml as _, NvmlError};
@@ -413,7 +413,7 @@ async fn ends_well(
         Ending::Released => plugin.preparer.unprepare(&claim_ref("a")).await.unwrap(),
         Ending::Orphaned => {
             world.api.delete(object);
-            let search = plugin.search(world, &Listing::default()).await;
+            let search = plugin.search(world, &KubeletList::default()).await;
             search.run_for(SPREAD * 2).await;
         }
     }

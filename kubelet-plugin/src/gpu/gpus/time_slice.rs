@@ -12,9 +12,9 @@ use super::{GpuError, Gpus};
 const MOST_STEPS: usize = 10;
 
 impl Gpus {
-    /// Brings the time slices of a GPU, whose lock the caller holds, to the length that claims want. The driver is asked
+    /// Sets the time slices of a GPU, whose lock the caller holds, to the length that claims want. The driver is asked
     /// only where a claim wants one, or one was set.
-    pub(super) fn bring_time_slice(
+    pub(super) fn reconcile_time_slice(
         &self,
         gpu_uuid: &str,
         record: &mut Record,

@@ -8,7 +8,7 @@ use tranche_api::gpu_node::Gpu;
 use tranche_driver::gpu_state::{AtVfio, Record};
 use tranche_driver::preparation::VfioGroup;
 use tranche_driver::vfio::{self, VFIO_DRIVER};
-use tranche_node::vfio::{BringError, bring};
+use tranche_node::vfio::{ReconcileError, reconcile};
 
 use super::{GpuError, Gpus, find};
 use crate::gpu::driver_state::DriverState;
@@ -30,7 +30,7 @@ impl Gpus {
         let Some(at) = &record.vfio else {
             return Ok(());
         };
-        let boot = self.hardware.groups.boot().map_err(BringError::Vfio)?;
+        let boot = self.hardware.groups.boot().map_err(ReconcileError::Vfio)?;
         if at.drivers.boot != boot {
             self.write_vfio(gpu_uuid, record, None)?;
         }
@@ -47,7 +47,7 @@ impl Gpus {
             Some(at) => (**at).clone(),
             None => self.described(gpu_uuid)?,
         };
-        let actual = self.bring_vfio(gpu_uuid, true, &described, record)?;
+        let actual = self.reconcile_vfio(gpu_uuid, true, &described, record)?;
         let bound = actual.functions.iter();
         let bound = bound.filter(|it| it.driver.as_deref() == Some(VFIO_DRIVER));
         Ok(VfioGroup {
@@ -56,19 +56,19 @@ impl Gpus {
                 .hardware
                 .groups
                 .nodes(&actual)
-                .map_err(BringError::Vfio)?,
+                .map_err(ReconcileError::Vfio)?,
         })
     }
 
     /// Gives a GPU, whose lock the caller holds, back to the driver that it had.
     pub(super) fn leave_vfio(&self, gpu_uuid: &str, record: &mut Record) -> Result<(), GpuError> {
         if let Some(at) = record.vfio.clone() {
-            self.bring_vfio(gpu_uuid, false, &at, record)?;
+            self.reconcile_vfio(gpu_uuid, false, &at, record)?;
         }
         Ok(())
     }
 
-    fn bring_vfio(
+    fn reconcile_vfio(
         &self,
         gpu_uuid: &str,
         wanted: bool,
@@ -92,7 +92,7 @@ impl Gpus {
                 });
                 self.write_vfio(gpu_uuid, record, at)
             };
-            match bring(&*self.hardware.groups, at, wanted, before, &mut write) {
+            match reconcile(&*self.hardware.groups, at, wanted, before, &mut write) {
                 Err(error) if error.is_in_use() && Instant::now() < deadline => {
                     std::thread::sleep(OPEN_PAUSE);
                 }

@@ -1,5 +1,7 @@
 //! The series of what NVML says: that they add up, whom they name, and how many they are.
 
+use std::collections::BTreeSet;
+
 use tranche_api::Tier;
 use tranche_api::usage::{
     ClaimReference, GpuUsage, GroupUsage, Measure, Memory, NodeUsage, PartitionUsage, Remainder,
@@ -184,6 +186,7 @@ fn encoded(usage: &NodeUsage) -> String {
         &LastFindings::default(),
         usage,
         None,
+        true,
     )
 }
 
@@ -322,4 +325,33 @@ async fn a_scrape_of_a_full_node_is_smaller_than_five_megabytes() {
     let text = encoded(&usage);
     assert!(text.len() < 5_000_000, "{}", text.len());
     assert_eq!(values(&text, "DCGM_FI_DEV_FB_USED", &[]).len(), 8 * 17);
+}
+
+#[tokio::test]
+async fn where_dcgm_exporter_runs_its_sensors_can_be_left_out() {
+    let (world, metrics) = (World::new(), Metrics::default());
+    let plugin = world.start();
+    let (ledger, findings) = (plugin.preparer.ledger(), LastFindings::default());
+    let names = |gpu_sensors| -> BTreeSet<String> {
+        let layout = &world.layout;
+        let text = exposition(
+            &metrics,
+            ledger,
+            layout,
+            &findings,
+            &everything(),
+            None,
+            gpu_sensors,
+        );
+        let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+        types
+            .filter_map(|line| line.split(' ').next())
+            .map(str::to_owned)
+            .collect()
+    };
+    let (all, without) = (names(true), names(false));
+    let left_out: Vec<_> = all.difference(&without).collect();
+    assert_eq!(left_out.len(), 22, "{left_out:?}");
+    assert!(left_out.iter().all(|name| name.starts_with("DCGM_FI_")));
+    assert!(without.contains("DCGM_FI_DEV_FB_USED") && without.contains("DCGM_FI_DEV_GPU_UTIL"));
 }

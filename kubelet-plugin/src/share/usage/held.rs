@@ -1,6 +1,7 @@
 //! What claims hold of the GPUs, by whom, and when it last did something.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use tranche_api::usage::{Measure, Peak};
 use tranche_driver::journal::Record;
@@ -10,7 +11,7 @@ use tranche_node::page::AccountFile;
 use tranche_node::usage::Busy;
 
 use crate::host::layout::Layout;
-use crate::kubelet::pod_resources::InUse;
+use crate::kubelet::pod_resources::Listing;
 use crate::ledger::Ledger;
 use crate::share::held_device::{limit, reference};
 
@@ -20,15 +21,15 @@ const MISSING: u32 = 2;
 /// What the kubelet last listed.
 #[derive(Debug, Default)]
 pub struct Listed {
-    in_use: Option<InUse>,
+    newest: Option<Arc<Listing>>,
     /// Pods of held claims that the last lists did not have, by namespace and name, and in how many.
     missing: BTreeMap<(String, String), u32>,
 }
 
 impl Listed {
     /// Takes a list, or that the kubelet did not answer.
-    pub fn add(&mut self, ledger: &Ledger, in_use: Option<InUse>) {
-        let Some(list) = in_use else {
+    pub fn add(&mut self, ledger: &Ledger, listing: Option<Arc<Listing>>) {
+        let Some(listing) = listing else {
             // What is not known any more is not gone.
             *self = Self::default();
             return;
@@ -37,7 +38,7 @@ impl Listed {
         for record in ledger.held() {
             let allocation = &record.plan.allocation;
             for pod in ledger.pods(&allocation.uid) {
-                if list.has_pod(&allocation.namespace, &pod) {
+                if listing.in_use.has_pod(&allocation.namespace, &pod) {
                     continue;
                 }
                 let pod = (allocation.namespace.clone(), pod);
@@ -46,7 +47,7 @@ impl Listed {
             }
         }
         self.missing = missing;
-        self.in_use = Some(list);
+        self.newest = Some(listing);
     }
 
     /// The containers that have a claim's device: those that the kubelet lists, and pods of the claim that it does not list.
@@ -58,7 +59,8 @@ impl Listed {
             .map(|(uid, pod)| (pod.clone(), uid.clone()))
             .collect();
         let mut users = Vec::new();
-        let listed = self.in_use.iter().flat_map(|it| it.users(device));
+        let listed = self.newest.iter();
+        let listed = listed.flat_map(|it| it.in_use.users(device));
         for container in listed.filter(|it| it.namespace == allocation.namespace) {
             let pod_uid = uids.get(&container.pod).cloned();
             if let Some(uid) = &pod_uid {

@@ -6,18 +6,18 @@ use tranche_node::nvml::ProcessMemory;
 
 use super::*;
 use crate::share::last_findings::Seen;
-use crate::testing::{Listing, NODE, Plugin, World, capped, claim, claim_ref, whole};
+use crate::testing::{KubeletList, NODE, Plugin, World, capped, claim, claim_ref, whole};
 
 const GIB: u64 = 1 << 30;
 
-fn usage_of(world: &World, plugin: &Plugin, kubelet: &Listing) -> Arc<Usage> {
+fn usage_of(world: &World, plugin: &Plugin, kubelet: &KubeletList) -> Arc<Usage> {
     let parts = Parts {
         node: NODE.into(),
         ledger: Arc::clone(plugin.preparer.ledger()),
         layout: world.layout.clone(),
         state: plugin.driver.subscribe(),
         last_findings: Arc::clone(&plugin.last_findings),
-        kubelet: Box::new(kubelet.clone()),
+        kubelet: Arc::new(kubelet.clone()),
     };
     Arc::new(Usage::new(parts, Reader::new(Box::new(world.driver()))))
 }
@@ -47,7 +47,7 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
     for name in ["a", "b"] {
         records.push(plugin.preparer.prepare(&claim_ref(name)).await.unwrap());
     }
-    let kubelet = Listing::of(&records);
+    let kubelet = KubeletList::of(&records);
     let usage = usage_of(&world, &plugin, &kubelet);
     usage.list().await;
     let [first, second] = [0, 1].map(|nth: usize| records[nth].plan.devices[0].clone());
@@ -124,7 +124,7 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
 async fn without_a_claim_nvml_is_opened_for_a_moment_and_all_gpus_are_there() {
     let world = World::new();
     let plugin = world.start();
-    let usage = usage_of(&world, &plugin, &Listing::default());
+    let usage = usage_of(&world, &plugin, &KubeletList::default());
     let process = ProcessMemory {
         pid: 7,
         bytes: Some(GIB),

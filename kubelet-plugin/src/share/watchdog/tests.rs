@@ -259,6 +259,7 @@ impl Node {
             &self.plugin.last_findings,
             &NodeUsage::default(),
             None,
+            true,
         );
         let of_name = |line: &&str| {
             line.starts_with(&format!("{name}{{")) || line.starts_with(&format!("{name} "))
@@ -476,6 +477,7 @@ async fn what_cannot_be_watched_is_reported_and_is_not_zero() {
         &node.plugin.last_findings,
         &NodeUsage::default(),
         None,
+        true,
     );
     assert!(!text.contains("tranche_share_bypass_bytes{"), "{text}");
     // Nor in a PID namespace that is not the host's.

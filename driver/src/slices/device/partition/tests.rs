@@ -32,7 +32,7 @@ fn offer_of_profiles(gpu: &Gpu, tiers: &[Tier], profiles: &[&str]) -> Offer {
         gpu,
         uuid,
         prefix: uuid.name_prefix([]),
-        counters: &Counters::of(gpu, uuid, geometry.as_ref().unwrap().as_ref()),
+        counters: &Counters::of(uuid, geometry.as_ref().unwrap().as_ref()),
         geometry: &geometry,
     };
     let terms = Terms {
@@ -82,8 +82,9 @@ fn all_that_mig_can_make_is_offered_before_the_whole_gpu() {
     assert_eq!(parent, string(&offer.devices[25], attribute::UUID));
     let values = |device: &Device| {
         let capacity = device.capacity.clone().unwrap();
-        let values = capacity.into_iter();
-        let values = values.map(|(name, it)| format!("{name}={}", it.value.0));
+        let values = capacity
+            .into_iter()
+            .map(|(name, it)| format!("{name}={}", it.value.0));
         values.collect::<Vec<_>>().join(" ")
     };
     assert_eq!(
@@ -225,7 +226,7 @@ proptest! {
         let less = |left: Option<Slices>, it: &&Partition| left?.less(it.slices);
         let fits = picked.iter().fold(Some(geometry.whole), less).is_some();
 
-        let set = Counters::of(&gpu, uuid, Some(&geometry)).set();
+        let set = Counters::of(uuid, Some(&geometry)).set();
         let taken: Vec<CounterSet> = picked.iter().map(|it| Counters::of_slices(uuid, &it.slices).set()).collect();
         let sum = |name: &str| {
             let of_name = taken.iter().flat_map(amounts).filter(|(other, _)| *other == name);

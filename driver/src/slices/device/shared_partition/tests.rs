@@ -39,7 +39,7 @@ fn offer_on_terms(gpu: &Gpu, terms: &Terms) -> Offer {
         gpu,
         uuid,
         prefix: uuid.name_prefix([]),
-        counters: &Counters::of(gpu, uuid, geometry.as_ref().unwrap().as_ref()),
+        counters: &Counters::of(uuid, geometry.as_ref().unwrap().as_ref()),
         geometry: &geometry,
     };
     let offer = all_of_gpu(&parent, terms).unwrap();

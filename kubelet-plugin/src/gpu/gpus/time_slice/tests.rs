@@ -13,7 +13,7 @@ use crate::claim::orphans::schedule::SPREAD;
 use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::DriverState;
 use crate::host::fs::testing::{Fault, FaultyFs};
-use crate::testing::{Listing, Plugin, World, claim, claim_ref, timeshared, whole};
+use crate::testing::{KubeletList, Plugin, World, claim, claim_ref, timeshared, whole};
 
 /// What an administrator set before anybody claimed the GPU.
 const BEFORE: Interval = Interval::Medium;
@@ -126,7 +126,7 @@ async fn ends_well(world: &World, ending: Ending, what: &str) {
         Ending::Released => plugin.preparer.unprepare(&claim_ref("a")).await.unwrap(),
         Ending::Orphaned => {
             world.api.delete(&claim("a", &[]));
-            let search = plugin.search(world, &Listing::default()).await;
+            let search = plugin.search(world, &KubeletList::default()).await;
             search.run_for(SPREAD * 2).await;
         }
     }

@@ -1,0 +1,38 @@
+//! Why there is no verdict about claims.
+
+use super::selector::Fault;
+
+/// Neither "fits" nor "does not fit".
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Problem {
+    /// The scheduler stops with an error: the pod waits, whatever is free.
+    #[error("{0}")]
+    Stops(String),
+    /// The scheduler has a verdict, but this program has none.
+    #[error("cannot judge: {0}")]
+    Unjudged(String),
+}
+
+impl Problem {
+    pub(super) fn stops(message: impl Into<String>) -> Self {
+        Self::Stops(message.into())
+    }
+
+    #[allow(
+        clippy::needless_pass_by_value,
+        reason = "an argument of map_err, which gives the error away"
+    )]
+    pub(super) fn unjudged(message: impl ToString) -> Self {
+        Self::Unjudged(message.to_string())
+    }
+
+    /// A selector's fault, with where the selector is.
+    pub(super) fn of_selector(place: &str, fault: Fault) -> Self {
+        match fault {
+            Fault::Runtime(message) => {
+                Self::Stops(format!("{place}: CEL runtime error: {message}"))
+            }
+            Fault::Unjudged(message) => Self::Unjudged(format!("{place}: {message}")),
+        }
+    }
+}
