@@ -15,7 +15,7 @@ use proc_macro2::{Delimiter, Group, Literal, TokenStream, TokenTree};
 use serde_json::Value;
 
 /// Where the product's code is. The simulator, the tests and the benchmarks are not among it.
-pub const FOLDERS: [&str; 18] = [
+pub const FOLDERS: [&str; 19] = [
     "api/src",
     "driver/src",
     "controller/src",
