@@ -1,7 +1,6 @@
 //! The audit trail of docs/audit.md.
 
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use serde_json::Value;
@@ -19,18 +18,13 @@ const PODS: usize = 4;
 /// A namespace's lines of the node's trail, the oldest first. All of its claims are released: the plugin writes their ends a moment
 /// after their files are gone.
 async fn trail(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
-    let ended = async {
-        loop {
-            let lines = lines(case, namespace).await?;
-            let grants = grants(&lines)?;
-            if !grants.is_empty() && grants.values().all(|(_, ends)| *ends > 0) {
-                return Ok(lines);
-            }
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-    };
-    let ended = tokio::time::timeout(wait::USUAL, ended).await;
-    ended.context("a grant of the trail does not end")?
+    wait::for_answer("the end of each grant of the trail", wait::USUAL, async || {
+        let lines = lines(case, namespace).await?;
+        let grants = grants(&lines)?;
+        let ended = !grants.is_empty() && grants.values().all(|(_, ends)| *ends > 0);
+        Ok(ended.then_some(lines))
+    })
+    .await
 }
 
 async fn lines(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
