@@ -18,12 +18,16 @@ const PODS: usize = 4;
 /// A namespace's lines of the node's trail, the oldest first. All of its claims are released: the plugin writes their ends a moment
 /// after their files are gone.
 async fn trail(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
-    wait::for_answer("the end of each grant of the trail", wait::USUAL, async || {
-        let lines = lines(case, namespace).await?;
-        let grants = grants(&lines)?;
-        let ended = !grants.is_empty() && grants.values().all(|(_, ends)| *ends > 0);
-        Ok(ended.then_some(lines))
-    })
+    wait::for_answer(
+        "the end of each grant of the trail",
+        wait::USUAL,
+        async || {
+            let lines = lines(case, namespace).await?;
+            let grants = grants(&lines)?;
+            let ended = !grants.is_empty() && grants.values().all(|(_, ends)| *ends > 0);
+            Ok(ended.then_some(lines))
+        },
+    )
     .await
 }
 
