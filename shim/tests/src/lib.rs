@@ -476,12 +476,11 @@ fn new_folder() -> PathBuf {
 /// The probe's executable.
 #[must_use]
 pub fn probe_path() -> PathBuf {
-    // Beside the test's: target/debug/deps/shim-… and target/debug/tranche-shim-probe.
-    let test = std::env::current_exe().unwrap();
-    test.parent()
-        .and_then(Path::parent)
-        .unwrap()
-        .join("tranche-shim-probe")
+    // Cargo leaves programs in its target folder, and tests where CARGO_BUILD_BUILD_DIR says.
+    let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
+    let target =
+        target.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"));
+    target.join("debug/tranche-shim-probe")
 }
 
 impl Drop for World {

@@ -586,7 +586,7 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
     for (content, word) in [
         ("", "corrupt"),
         ("{\"version\": 1, \"pl", "corrupt"),
-        ("{\"version\": 99}", "version 99"),
+        ("{\"version\": 99, \"minReader\": 99}", "version 99"),
     ] {
         let world = World::new();
         world.api.put(claim("a", &[whole("gpu", 0)]));
