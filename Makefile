@@ -14,7 +14,7 @@ MAKEFLAGS += --no-print-directory
 PARALLEL := $(MAKE) --jobs=12
 STEP := @e2e/kind/step
 .PHONY: help build shim simulator gpu-kit image programs cluster-up cluster-down cluster-parts demo demo-down test nightly lint \
-	checks unit unit-parts suite oracle e2e e2e-core bench bench-scale tools clean
+	checks unit api unit-parts suite oracle e2e e2e-core bench bench-scale tools clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
@@ -70,18 +70,19 @@ test: export WORKERS ?= 2
 test: export MORE_PROGRAMS = -p tranche-kubectl
 test: ## what CI runs: the checks, the tests without a node, and the core of the e2e suite
 	@$(PARALLEL) unit-parts cluster-parts suite
-	$(MAKE) checks unit
+	$(MAKE) checks unit api
 	$(MAKE) e2e-core
 
 nightly: export TRANCHE_STORIES = 10
 nightly: ## what takes longer: more random states for kube-scheduler's allocator, and the account under loom, Miri and Kani
 	driver/allocator-oracle/build
 	cargo test -p tranche-allocator-oracle -p tranche-scheduler-rules
+	TRANCHE_STATES=500 e2e/api/run explain::it_agrees
 	shim/core/deep-check
 
 lint: checks ## the checks, and clippy, which the tests' build is, too
 	.ci/cargo-test --no-run --tests
-	.ci/cargo-test --no-run --test e2e
+	.ci/cargo-test --no-run --test e2e --test api
 
 checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' symbols
 	cargo fmt --all --check
@@ -94,7 +95,7 @@ unit-parts: shim simulator oracle part-clients
 	@shim/tests/install-tools
 	$(STEP) "Compiling the tests" .ci/cargo-test --no-run --quiet --tests
 suite:
-	$(STEP) "Compiling the suite" .ci/cargo-test --no-run --quiet --test e2e
+	$(STEP) "Compiling the suite" .ci/cargo-test --no-run --quiet --test e2e --test api
 oracle: part-kubernetes
 	@driver/allocator-oracle/build
 
@@ -104,6 +105,9 @@ unit: ## unit, property and contract tests, without a cluster; clippy
 	.ci/cargo-test --tests
 	cd driver/cdi-oracle && go vet ./... && go test ./...
 	simulator/test-clients
+
+api: ## tests that need an API server and a scheduler and no node
+	e2e/api/run
 
 e2e e2e-core: export WORKERS ?= 2
 e2e: export CRIO = yes

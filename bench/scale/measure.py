@@ -3,15 +3,14 @@
 import argparse
 import json
 import os
-import signal
+import socket
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import cluster
-from server import Server, free_ports
+from server import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Seconds without a write of the controller after which it is done; a withdrawn device waits for 10.
@@ -23,18 +22,30 @@ OURS = {"resourceslices", "gpunodes/status", "events"}
 MIB = 1024
 
 
+def free_ports(count):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [it.getsockname()[1] for it in sockets]
+    for it in sockets:
+        it.close()
+    return ports
+
+
 class Controller:
     """A running controller."""
 
     def __init__(self, server, program):
         http, metrics = free_ports(2)
-        command = [program, "--http-endpoint", f"127.0.0.1:{http}", "--metrics-endpoint", f"127.0.0.1:{metrics}"]
+        # It ends with this process.
+        command = ["setpriv", "--pdeathsig", "KILL", "--", program, "--http-endpoint", f"127.0.0.1:{http}", "--metrics-endpoint", f"127.0.0.1:{metrics}"]
         # The last as in the chart.
         environment = {
             "KUBECONFIG": str(server.kubeconfig), "POD_NAME": "scale", "POD_NAMESPACE": "default", "MALLOC_ARENA_MAX": "2",
         }
-        self.log = server.folder / "controller.log"
-        self.process = server.start("controller", command, **environment)
+        self.log = Path(server.kubeconfig).parent / "controller.log"
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+            )
 
     def stop(self):
         self.process.terminate()
@@ -123,66 +134,62 @@ def top(server, plugin, rounds=5):
 def measure(program, plugin, nodes):
     rows = []
     limit = 600 + nodes
-    crds = REPOSITORY / "deploy/helm/tranche/crds"
-    with Server(os.environ["KUBERNETES"], crds) as server:
-        cluster.policy(server, {"tiers": ALL})
-        cluster.make(server, nodes)
-        controller = None
+    server = Server(os.environ["KUBECONFIG"])
+    cluster.policy(server, {"tiers": ALL})
+    cluster.make(server, nodes)
+    controller = None
 
-        def start():
-            nonlocal controller
-            controller = Controller(server, program)
+    def start():
+        nonlocal controller
+        controller = Controller(server, program)
 
-        def register(epoch):
-            server.each(range(nodes), lambda node: cluster.register(server, node, epoch))
+    def register(epoch):
+        server.each(range(nodes), lambda node: cluster.register(server, node, epoch))
 
-        before = server.requests()
-        start()
-        until_quiet(server, controller, before, limit)
-        for epoch, what in enumerate(["publish", "rollout"], 1):
-            rows.append(event(
-                server, controller, what, lambda: register(epoch), limit, own=nodes,
-                done=lambda: cluster.published(server, nodes, epoch),
-            ))
-        spec = {"tiers": ALL, "capped": {"maxSharers": 4}}
-        change = lambda: cluster.policy(server, spec)
-        rows.append(event(server, controller, "policy", change, limit))
+    before = server.requests()
+    start()
+    until_quiet(server, controller, before, limit)
+    for epoch, what in enumerate(["publish", "rollout"], 1):
+        rows.append(event(
+            server, controller, what, lambda: register(epoch), limit, own=nodes,
+            done=lambda: cluster.published(server, nodes, epoch),
+        ))
+    spec = {"tiers": ALL, "capped": {"maxSharers": 4}}
+    change = lambda: cluster.policy(server, spec)
+    rows.append(event(server, controller, "policy", change, limit))
 
-        controller.stop()
-        before = server.requests()
-        start()
-        until_quiet(server, controller, before, limit)
-        writes, _ = of_controller(before, server.requests())
-        now, peak = controller.memory()
-        rows.append({
-            "event": "restart", "writes": sum(writes.values()), "of": writes,
-            "cpuSeconds": round(controller.cpu(), 1), "memoryMiB": now, "peakMiB": peak,
-        })
-        print(json.dumps(rows[-1]), flush=True)
+    controller.stop()
+    before = server.requests()
+    start()
+    until_quiet(server, controller, before, limit)
+    writes, _ = of_controller(before, server.requests())
+    now, peak = controller.memory()
+    rows.append({
+        "event": "restart", "writes": sum(writes.values()), "of": writes,
+        "cpuSeconds": round(controller.cpu(), 1), "memoryMiB": now, "peakMiB": peak,
+    })
+    print(json.dumps(rows[-1]), flush=True)
 
-        cluster.claims(server, nodes)
-        rows.append(top(server, plugin))
-        withdraw = lambda: cluster.policy(server, {**spec, "tiers": ["exclusive", "timeshared"]})
-        rows.append(event(server, controller, "withdraw", withdraw, 3 * limit, WITHDRAWN))
-        controller.stop()
+    cluster.claims(server, nodes)
+    rows.append(top(server, plugin))
+    withdraw = lambda: cluster.policy(server, {**spec, "tiers": ["exclusive", "timeshared"]})
+    rows.append(event(server, controller, "withdraw", withdraw, 3 * limit, WITHDRAWN))
+    controller.stop()
     return rows
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", default="100,1000,6000", help="numbers of nodes, with commas between them")
+    parser.add_argument("--nodes", type=int, required=True, help="number of nodes")
     parser.add_argument("--controller", type=Path, default=REPOSITORY / "target/release/tranche-controller")
     parser.add_argument("--plugin", type=Path, default=REPOSITORY / "target/release/kubectl-tranche")
     parser.add_argument("--results", type=Path, default=REPOSITORY / "target/bench")
     options = parser.parse_args()
-    # So that the servers end too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options.results.mkdir(parents=True, exist_ok=True)
-    for nodes in map(int, options.nodes.split(",")):
-        print(f"== {nodes} nodes of {cluster.GPUS} GPUs", flush=True)
-        rows = measure(options.controller, options.plugin, nodes)
-        result = options.results / f"scale-{nodes}.json"
-        result.write_text(json.dumps({"nodes": nodes, "gpus": cluster.GPUS, "rows": rows}, indent=2) + "\n")
+    print(f"== {options.nodes} nodes of {cluster.GPUS} GPUs", flush=True)
+    rows = measure(options.controller, options.plugin, options.nodes)
+    result = options.results / f"scale-{options.nodes}.json"
+    result.write_text(json.dumps({"nodes": options.nodes, "gpus": cluster.GPUS, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 //! Every test that a page of this repository names is there.
 //!
 //! A page names a test in backticks: `path.rs::test`, `::test` for another one of the same file. The path is the
-//! repository's, or the page's folder's, or begins in the suite that is named before it (`e2e`, `shim`). In a
+//! repository's, or the page's folder's, or begins in the suite that is named before it (`e2e`, `shim`, or `api` of `e2e/api`). In a
 //! column "held by" or "tried by" nothing else stands but files, and tests of the file that was named last;
 //! `bench` rows are `src/promise.rs`'s to check.
 
@@ -53,6 +53,7 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn open(&mut self, path: &str, suite: &str) {
+        let suite = if suite == "api" { "e2e/api" } else { suite };
         let suite = self.repository.join(suite).join("tests/suite");
         let folders = [self.repository, self.page.parent().unwrap(), &suite];
         let found = folders
@@ -104,7 +105,7 @@ impl Reader<'_> {
             for (n, piece) in line.split('`').enumerate() {
                 if n % 2 == 0 {
                     before = piece.split_whitespace().last().unwrap_or_default();
-                    if ["e2e", "shim"].contains(&before) {
+                    if ["e2e", "shim", "api"].contains(&before) {
                         suite = before;
                     }
                 } else if before != "bench" {

@@ -37,14 +37,14 @@ pub struct Case {
     extent: Extent,
     /// The other nodes with GPUs, if the test has the whole cluster.
     others: Vec<GpuNode>,
-    /// The test's node, and the other ones.
+    /// The test's node, and the other ones, as far as they have a machine.
     nodes: Vec<Node>,
     suffix: String,
     found: Fingerprint,
     changes: Mutex<Vec<&'static str>>,
     namespaces: Mutex<Vec<(String, Until)>>,
     undos: Mutex<Vec<(String, Undo)>>,
-    _turn: Turn,
+    _turn: Option<Turn>,
 }
 
 /// What a test has for itself.
@@ -52,6 +52,8 @@ pub struct Case {
 enum Extent {
     Cluster,
     Node,
+    /// A node that is made for it, without a machine. All else is the other tests' too.
+    HollowNode,
 }
 
 /// How much of a namespace must be removed before the test ends.
@@ -85,6 +87,14 @@ pub fn run_on_a_node(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> any
     within(Extent::Node, test)
 }
 
+/// Runs a test on a node of its own that is made for it and has no machine (`e2e/api`), beside any others. Its pods say that they run, and
+/// nothing runs.
+pub fn run_on_a_hollow_node(
+    test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
+    within(Extent::HollowNode, test)
+}
+
 fn within(
     extent: Extent,
     test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
@@ -105,7 +115,7 @@ fn within(
                 .into_iter()
                 .map(|(name, _)| name)
                 .collect();
-            diagnosis::print(&case.client, &case.node, &names).await;
+            diagnosis::print(&case.client, case.nodes.first(), &names).await;
         }
         let cleaned = case.finish().await.context("cleaning up");
         record::test(&format!("{extent:?}"), &took);
@@ -126,6 +136,7 @@ impl Case {
         let config = Config::infer().await.context("reading KUBECONFIG")?;
         let client = Client::try_from(config)?;
         let (turn, name) = match extent {
+            Extent::HollowNode => return Self::on_a_hollow_node(client).await,
             Extent::Cluster => (Turn::on_the_cluster().await?, None),
             Extent::Node => {
                 let names = names_for_one(&client).await?;
@@ -147,7 +158,6 @@ impl Case {
         for other in &others {
             schedulable(&client, &other.name_any(), false).await?;
         }
-        let unique = uuid::Uuid::new_v4().simple().to_string();
         let names = std::iter::once(&first).chain(&others);
         let nodes: Vec<_> = names.map(|node| Node::new(node.name_any())).collect();
         let mut case = Self {
@@ -157,12 +167,12 @@ impl Case {
             extent,
             others,
             nodes,
-            suffix: unique[..6].to_owned(),
+            suffix: suffix(),
             found: Fingerprint::default(),
             changes: Mutex::default(),
             namespaces: Mutex::default(),
             undos: Mutex::default(),
-            _turn: turn,
+            _turn: Some(turn),
         };
         // What used the cluster before the suite may have ended a moment ago.
         for node in &case.nodes {
@@ -176,7 +186,7 @@ impl Case {
     async fn fingerprint(&self) -> anyhow::Result<Fingerprint> {
         let objects = match self.extent {
             Extent::Cluster => Objects::All,
-            Extent::Node => Objects::Named(&self.suffix),
+            Extent::Node | Extent::HollowNode => Objects::Named(&self.suffix),
         };
         Fingerprint::of(&self.client, &self.nodes, objects).await
     }
@@ -185,6 +195,46 @@ impl Case {
     pub fn changes(&self, what: &'static str) {
         let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         changes.push(what);
+    }
+
+    async fn on_a_hollow_node(client: Client) -> anyhow::Result<Self> {
+        let suffix = suffix();
+        let mut case = Self {
+            client,
+            node: Node::new(format!("e2e-hollow-{suffix}")),
+            gpus: Vec::new(),
+            extent: Extent::HollowNode,
+            others: Vec::new(),
+            nodes: Vec::new(),
+            suffix,
+            found: Fingerprint::default(),
+            changes: Mutex::default(),
+            namespaces: Mutex::default(),
+            undos: Mutex::default(),
+            _turn: None,
+        };
+        case.gpus = case.hollow_node(case.node.name()).await?;
+        Ok(case)
+    }
+
+    /// Makes a node without a machine, until the test ends; waits until its GPUs are offered, and returns them.
+    pub async fn hollow_node(&self, name: &str) -> anyhow::Result<Vec<Gpu>> {
+        let labels =
+            serde_json::json!({"kubernetes.io/hostname": name, "nvidia.com/gpu.present": "true"});
+        let node = serde_json::json!({"metadata": {"name": name, "labels": labels}});
+        let nodes: Api<CoreNode> = Api::all(self.client.clone());
+        nodes
+            .create(&PostParams::default(), &serde_json::from_value(node)?)
+            .await
+            .with_context(|| format!("creating the node {name}"))?;
+        let removed = name.to_owned();
+        self.afterwards("the hollow node", async move {
+            nodes.delete(&removed, &DeleteParams::default()).await?;
+            Ok(())
+        });
+        let plugin = NodePlugin::new(self.client.clone(), name.to_owned());
+        plugin.settled().await?;
+        gpus(&plugin.gpu_node().await?)
     }
 
     /// The plugin of the test's node.
@@ -225,7 +275,7 @@ impl Case {
     #[must_use]
     pub(crate) fn policy_gpus(&self) -> Option<Vec<&str>> {
         let uuids = || self.gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
-        (self.extent == Extent::Node).then(uuids)
+        (self.extent != Extent::Cluster).then(uuids)
     }
 
     /// Makes a namespace that is removed after the test.
@@ -252,7 +302,7 @@ impl Case {
         let namespace = Namespace::new(self.client.clone(), name);
         Ok(match self.extent {
             Extent::Cluster => namespace,
-            Extent::Node => namespace.on_node(self.node.name()),
+            Extent::Node | Extent::HollowNode => namespace.on_node(self.node.name()),
         })
     }
 
@@ -312,7 +362,8 @@ impl Case {
             .clone()
     }
 
-    async fn finish(self) -> anyhow::Result<()> {
+    /// Runs the steps after the test; returns what failed.
+    async fn undo(&self) -> Vec<String> {
         let mut problems = Vec::new();
         loop {
             let undo = self
@@ -320,11 +371,31 @@ impl Case {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
                 .pop();
-            let Some((what, undo)) = undo else { break };
+            let Some((what, undo)) = undo else {
+                return problems;
+            };
             if let Err(error) = undo.await {
                 problems.push(format!("{what}: {error:#}"));
             }
         }
+    }
+
+    /// Deletes the test's objects and then its nodes. Nothing waits for them: no other test has these names or nodes.
+    async fn finish_hollow(self) -> anyhow::Result<()> {
+        let namespaces: Api<CoreNamespace> = Api::all(self.client.clone());
+        for (name, _) in self.namespaces() {
+            namespaces.delete(&name, &DeleteParams::default()).await?;
+        }
+        let problems = self.undo().await;
+        ensure!(problems.is_empty(), "{}", problems.join("; "));
+        Ok(())
+    }
+
+    async fn finish(self) -> anyhow::Result<()> {
+        if self.extent == Extent::HollowNode {
+            return self.finish_hollow().await;
+        }
+        let mut problems = self.undo().await;
         for (name, until) in self.namespaces() {
             if let Err(error) = remove(&self.client, &name, until).await {
                 problems.push(format!("namespace {name}: {error:#}"));
@@ -348,6 +419,12 @@ impl Case {
         ensure!(problems.is_empty(), "{}", problems.join("; "));
         Ok(())
     }
+}
+
+/// What makes a test's names unique.
+fn suffix() -> String {
+    let unique = uuid::Uuid::new_v4().simple().to_string();
+    unique[..6].to_owned()
 }
 
 /// Removes the namespace; waits for its pods and claims, because the next test needs their GPUs. In a namespace that is being

@@ -12,14 +12,19 @@ use crate::node::Node;
 
 const LOG_LINES: i64 = 40;
 
-/// Prints the namespaces' pods, claims and events, and the logs of Tranche's own pods.
-pub async fn print(client: &Client, node: &Node, namespaces: &[String]) {
+/// Prints the namespaces' pods, claims and events, and the logs of Tranche's own pods. Without a node there is no kubelet to ask
+/// for logs.
+pub async fn print(client: &Client, node: Option<&Node>, namespaces: &[String]) {
     let mut text = String::from("--- what there was when the test failed\n");
     for namespace in namespaces {
         if let Err(error) = describe(client, namespace, &mut text).await {
             let _ = writeln!(text, "{namespace}: {error:#}");
         }
     }
+    let Some(node) = node else {
+        eprintln!("{text}---");
+        return;
+    };
     if let Err(error) = logs(client, &mut text).await {
         let _ = writeln!(text, "{SYSTEM}: {error:#}");
     }

@@ -8,7 +8,8 @@
 //!
 //! The tests are in `tests/suite/`, a file for each subject. They need the cluster of `make
 //! cluster-up`, by `KUBECONFIG`, and exclusive use of its GPUs. A test runs alone, or beside tests that use other nodes
-//! (`run_on_a_node`). Tests wait by watches and do not sleep.
+//! (`run_on_a_node`). Tests wait by watches and do not sleep. Those of `e2e/api` use this library, too: they need no node
+//! (`run_on_a_hollow_node`).
 #![forbid(unsafe_code)]
 
 pub mod account;
@@ -38,7 +39,7 @@ pub mod wait;
 pub mod workload;
 
 pub use browser::Browser;
-pub use case::{Case, run, run_on_a_node};
+pub use case::{Case, run, run_on_a_hollow_node, run_on_a_node};
 pub use namespace::Namespace;
 pub use pod::PodHandle;
 pub use request::Request;

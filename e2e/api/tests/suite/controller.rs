@@ -6,7 +6,9 @@ use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
 use kube::api::{Api, DeleteParams};
-use tranche_e2e::{Case, SYSTEM, run, system, wait};
+use tranche_e2e::{Case, SYSTEM, run_on_a_hollow_node, system, wait};
+
+use crate::support::LEADER;
 
 fn holder(lease: Option<&Lease>) -> Option<String> {
     lease?
@@ -19,7 +21,8 @@ fn holder(lease: Option<&Lease>) -> Option<String> {
 
 #[test]
 fn another_replica_takes_over_and_heals() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
+        let _held = LEADER.lock().await;
         let before = case.plugin().published().await?;
         let leases: Api<Lease> = Api::namespaced(case.client.clone(), SYSTEM);
         let leader = holder(Some(&leases.get("tranche-controller").await?)).context("a leader")?;

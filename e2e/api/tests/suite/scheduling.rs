@@ -1,11 +1,13 @@
 //! Which claims get a GPU, and which wait until when.
 
 use anyhow::ensure;
-use tranche_e2e::{Case, Request, run_on_a_node};
+use tranche_e2e::{Case, Request, run_on_a_hollow_node};
+
+use crate::support::allocated;
 
 #[test]
 fn a_claim_for_a_full_gpu_waits_and_starts_after_a_release() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("full").await?;
         let gpu = case.gpus[0].uuid.as_str();
         let share = |memory, cores| Request::capped(memory, cores).on(gpu);
@@ -25,7 +27,7 @@ fn a_claim_for_a_full_gpu_waits_and_starts_after_a_release() -> anyhow::Result<(
 
 #[test]
 fn more_than_a_gpu_has_never_fits() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("more").await?;
         let memory = namespace
             .idle("memory", &Request::capped("81Gi", "10"))
@@ -37,7 +39,7 @@ fn more_than_a_gpu_has_never_fits() -> anyhow::Result<()> {
 
 #[test]
 fn tiers_exclude_each_other_on_one_gpu() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("tiers").await?;
         let gpu = case.gpus[0].uuid.as_str();
         let capped = Request::capped("1Gi", "1").on(gpu);
@@ -80,7 +82,7 @@ fn tiers_exclude_each_other_on_one_gpu() -> anyhow::Result<()> {
 
 #[test]
 fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("hard").await?;
         let hard = Request::class("hard.gpu.tranche.dev");
         let part = namespace.started("part", &hard).await?;
@@ -99,7 +101,7 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
 
 #[test]
 fn tiers_mix_on_a_node_and_an_exclusive_claim_waits_for_a_free_gpu() -> anyhow::Result<()> {
-    run_on_a_node(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("mix").await?;
         let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];
         namespace
@@ -112,8 +114,8 @@ fn tiers_mix_on_a_node_and_an_exclusive_claim_waits_for_a_free_gpu() -> anyhow::
         exclusive.has_no_room().await?;
         shared.delete().await?;
         exclusive.started().await?;
-        let seen = exclusive.seen().await?;
-        ensure!(seen.len() == 1 && seen[0].uuid == two, "{seen:?}");
+        let has = allocated(case, &namespace, Some("exclusive")).await?;
+        ensure!(has.len() == 1 && has[0].uuid == two, "{has:?}");
         Ok(())
     })
 }

@@ -8,7 +8,7 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Client, Config, ResourceExt};
 use serde_json::{Value, json};
 use tranche_api::gpu_node::GpuNode;
-use tranche_e2e::{Case, SYSTEM, account, run, system};
+use tranche_e2e::{Case, SYSTEM, account, run_on_a_hollow_node, system};
 
 /// A client with the node plugin's rights, with a token that is bound to `pod`, or to no pod.
 async fn as_plugin(case: &Case, pod: Option<&Pod>) -> anyhow::Result<Client> {
@@ -42,7 +42,7 @@ fn forbidden<T: std::fmt::Debug>(what: &str, answer: kube::Result<T>) -> anyhow:
 
 #[test]
 fn a_nodes_token_writes_only_its_own_gpu_node() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         let admin: Api<GpuNode> = Api::all(case.client.clone());
         let other = case.unique("node");
         let object = serde_json::from_value(json!({"metadata": {"name": other}, "spec": {}}))?;
@@ -118,7 +118,7 @@ fn a_nodes_token_writes_only_its_own_gpu_node() -> anyhow::Result<()> {
 
 #[test]
 fn a_nodes_token_writes_no_slices_and_reads_no_secrets() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         let pod = case.plugin().ready(None).await?;
         let plugin = as_plugin(case, Some(&pod)).await?;
         let slices: Api<ResourceSlice> = Api::all(plugin.clone());
@@ -149,7 +149,7 @@ fn a_nodes_token_writes_no_slices_and_reads_no_secrets() -> anyhow::Result<()> {
 
 #[test]
 fn the_usage_api_and_the_controller_have_no_rights_of_each_other() -> anyhow::Result<()> {
-    run(async |case: &Case| {
+    run_on_a_hollow_node(async |case: &Case| {
         const AUTHORITIES: &str = "extension-apiserver-authentication";
         let list = ListParams::default().limit(1);
         let usage_api = as_account(case, "tranche-usage-api", None).await?;
