@@ -23,13 +23,6 @@ pub async fn read(case: &Case, path: &str, token: &str) -> anyhow::Result<String
     Ok(text)
 }
 
-/// What the controller answers with a token.
-pub async fn read_controller(case: &Case, path: &str, token: &str) -> anyhow::Result<String> {
-    let (code, text) = get(case, &controller(case).await?, path, Some(token)).await?;
-    ensure!(code == 200, "{code}: {text}");
-    Ok(text)
-}
-
 async fn controller(case: &Case) -> anyhow::Result<Pod> {
     let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
     let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");

@@ -6,7 +6,7 @@ use anyhow::ensure;
 use futures::TryStreamExt;
 use k8s_openapi::api::resource::v1::ResourceSlice;
 use kube::ResourceExt;
-use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{Event, watcher};
 use serde_json::json;

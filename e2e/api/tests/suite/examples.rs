@@ -13,6 +13,7 @@ use tranche_e2e::{Case, Namespace, run_on_a_hollow_node, tool, wait};
 use crate::support::{Allocated, allocated};
 
 /// An example and what it gets.
+#[derive(Clone, Copy)]
 struct Example {
     folder: &'static str,
     namespaces: &'static [&'static str],
