@@ -65,11 +65,12 @@ fn every_reason_of_an_event_or_a_condition_is_on_the_page() {
 }
 
 /// Crates whose messages only developers see.
-const NO_PRODUCT: [&str; 11] = [
+const NO_PRODUCT: [&str; 12] = [
     "bench",
     "docs/check",
     "driver/allocator-oracle",
     "e2e",
+    "e2e/api",
     "e2e/workload",
     "shim/tests",
     "simulator/cuda",
