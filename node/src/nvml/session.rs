@@ -12,6 +12,7 @@
 
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
@@ -22,6 +23,9 @@ use super::{
 };
 use crate::devices::DeviceNodes;
 use crate::root::DriverRoot;
+
+/// How long whoever closes it waits for that. A call that hangs must not keep the plugin from its end.
+const CLOSE: Duration = Duration::from_secs(2);
 
 /// A driver whose NVML is open once, however many have it open. Clones are the same.
 #[derive(Clone, Debug)]
@@ -117,12 +121,16 @@ fn serve(driver: &dyn Driver, queue: &Receiver<Job>) {
 impl Jobs {
     /// Waits for the thread's answer to a job. Here a time limit for calls of NVML belongs.
     fn ask<T>(&self, job: impl FnOnce(SyncSender<T>) -> Job) -> Result<T, NvmlError> {
+        let answer = self.send(job).recv().ok();
+        answer.ok_or_else(|| NvmlError::Root("the thread that calls NVML has ended".into()))
+    }
+
+    /// The receiver of the answer: at once without a sender if the thread has ended.
+    fn send<T>(&self, job: impl FnOnce(SyncSender<T>) -> Job) -> Receiver<T> {
         let (answer, answered) = sync_channel(1);
         let jobs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let sent = jobs.send(job(answer));
-        drop(jobs);
-        let answer = sent.ok().and_then(|()| answered.recv().ok());
-        answer.ok_or_else(|| NvmlError::Root("the thread that calls NVML has ended".into()))
+        let _ = jobs.send(job(answer));
+        answered
     }
 }
 
@@ -141,8 +149,8 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        // When this returns, NVML is closed if nobody else has it open.
-        let _ = self.0.ask(Job::Close);
+        // When this returns, NVML is closed if nobody else has it open and no call hangs.
+        let _ = self.0.send(Job::Close).recv_timeout(CLOSE);
     }
 }
 
@@ -225,7 +233,6 @@ impl Nvml for Lease {
 mod tests {
     use std::path::Path;
     use std::sync::atomic::{AtomicU32, Ordering};
-    use std::time::Duration;
 
     use super::*;
     use crate::nvml::{Gate, Gated};
@@ -244,6 +251,44 @@ mod tests {
         fn traces(&self) -> Traces {
             self.0.traces()
         }
+    }
+
+    /// Its first open does not return before it is told to.
+    #[derive(Debug)]
+    struct Hanging(MigGpus, SyncSender<()>, Mutex<Receiver<()>>);
+
+    impl Driver for Hanging {
+        fn open(&self) -> Result<Opened, NvmlError> {
+            self.1.send(()).unwrap();
+            let _ = self.2.lock().unwrap().recv();
+            self.0.open()
+        }
+
+        fn traces(&self) -> Traces {
+            Traces::default()
+        }
+    }
+
+    #[test]
+    fn whoever_closes_it_does_not_wait_for_a_call_that_hangs() {
+        let gpus = MigGpus::new(Description::default(), Path::new("/"));
+        let ((hangs, hanging), (go_on, told)) = (sync_channel(1), channel());
+        let session = Session::new(Arc::new(Hanging(gpus, hangs, Mutex::new(told))));
+        std::thread::scope(|scope| {
+            let opens = scope.spawn(|| session.open().is_ok());
+            hanging.recv().unwrap();
+            // As one who has it open drops it.
+            let lease = Lease(session.jobs.clone());
+            let closes = scope.spawn(move || drop(lease));
+            let start = std::time::Instant::now();
+            while !closes.is_finished() && start.elapsed() < 10 * CLOSE {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let is_closed = closes.is_finished();
+            go_on.send(()).unwrap();
+            assert!(is_closed);
+            assert!(opens.join().unwrap());
+        });
     }
 
     #[test]
