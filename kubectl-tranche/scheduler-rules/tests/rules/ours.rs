@@ -57,7 +57,8 @@ fn gpu(slot: usize) -> Gpu {
 /// The slices of a node, with another number of GPUs and another policy each time.
 pub fn any_slices() -> impl Strategy<Value = Vec<Value>> {
     let policy = (
-        1..=8_u32,
+        // The policy keeps memory free for the contexts of 4.
+        4..=16_u32,
         prop::sample::select(vec!["1Mi", "256Mi", "1Gi"]),
         any::<bool>(),
     );
