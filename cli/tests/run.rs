@@ -489,15 +489,24 @@ fn a_run_changes_nothing_on_the_host() {
         names
     };
     let listings = || ["/etc", "/usr/lib", "/usr/local/bin", "/run", "/dev"].map(listing);
-    let mounts = || fs::read_to_string("/proc/self/mountinfo").unwrap();
-    let (before, mounted) = (listings(), mounts());
-    let ran = machine.shell(
-        &["--memory", "1Gi"],
-        "ls /usr/lib/tranche /etc/ld.so.preload",
-    );
+    let before = listings();
+    // In a mount namespace that does not see what other tests mount meanwhile, but all that a run would leave.
+    let mut run = machine.run(&["--memory", "1Gi"]);
+    run.args(["ls", "/usr/lib/tranche", "/etc/ld.so.preload"]);
+    let script = r#"
+        mount --make-rshared /
+        cat /proc/self/mountinfo >"$ours/before"
+        "$@" || exit
+        cat /proc/self/mountinfo >"$ours/after"
+    "#;
+    let mut shell = Command::new("unshare");
+    shell.args(["--mount", "sh", "-c", script, "sh"]);
+    shell.arg(run.get_program()).args(run.get_args());
+    let ran = shell.env("ours", machine.ours.path()).output().unwrap();
     assert!(ran.status.success(), "{}", text(&ran.stderr));
     assert_eq!(listings(), before);
-    assert_eq!(mounts(), mounted);
+    let mounts = |name: &str| fs::read_to_string(machine.ours(name)).unwrap();
+    assert_eq!(mounts("after"), mounts("before"));
 }
 
 /// A driver that is installed on the host itself: its files stay, the shim covers them, and the node
