@@ -1,8 +1,8 @@
 # One line per target: what each does is in the script or crate that it calls. `make help` lists them.
 # WORKERS, GPUS, GPU_MODEL and the others of e2e/kind/README.md go through the environment.
 .DEFAULT_GOAL := help
-# How what goes into the images is compiled: `quick` takes a third of the time of `release`, which is what users get.
-export PROFILE ?= quick
+# How what goes into the images is compiled: `dev` takes a fourth of the time of `release`, which is what users get.
+export PROFILE ?= dev
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 # Times count from here.
 ifndef TRANCHE_STARTED
@@ -14,7 +14,7 @@ MAKEFLAGS += --no-print-directory
 PARALLEL := $(MAKE) --jobs=12
 STEP := @e2e/kind/step
 .PHONY: help build shim simulator gpu-kit image programs cluster-up cluster-down cluster-parts demo demo-down test nightly lint \
-	checks unit api unit-parts suite oracle e2e e2e-core bench bench-scale tools clean
+	checks unit api unit-parts oracle e2e e2e-core bench bench-scale tools clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
@@ -26,11 +26,14 @@ build: ## the node plugin, the controller, the usage API, the MPS supervisor, th
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 	$(STEP) "Compiling the shim" shim/build
 
-# One call of cargo, so that a library that several programs need is compiled once.
+# One call of cargo, so that a library that several programs need is compiled once: what the demo starts, or with the tests.
+COMPILED ?= Tranche and the simulator
+COMPILE ?= cargo build --quiet --profile $(PROFILE) -p tranche-kubelet-plugin -p tranche-controller -p tranche-usage-api -p tranche-mps \
+	-p tranche-workload -p tranche-simulator-cuda -p tranche-simulator-nvml -p tranche-simulator-persistenced -p tranche-simulator-pci
+lint test unit e2e e2e-core: export COMPILED = Tranche, the simulator and the tests
+lint test unit e2e e2e-core: export COMPILE = .ci/cargo build --quiet --lib --bins --tests --test e2e --test api
 programs:
-	$(STEP) "Compiling Tranche and the simulator" cargo build --quiet --profile $(PROFILE) -p tranche-kubelet-plugin \
-		-p tranche-controller -p tranche-usage-api -p tranche-mps -p tranche-workload -p tranche-simulator-cuda -p tranche-simulator-nvml \
-		-p tranche-simulator-persistenced -p tranche-simulator-pci $(MORE_PROGRAMS)
+	$(STEP) "Compiling $(COMPILED)" $(COMPILE)
 
 hook:
 	$(STEP) "Compiling the container hook" kubelet-plugin/hook/build
@@ -61,15 +64,14 @@ cluster-down: ## removes the cluster and every trace of it
 
 demo: ## the tiers side by side on two GPUs, in one page
 	@mkdir -p target && rm -f $(TRANCHE_STEPS_FILE)
-	@TRANCHE_STEPS=21 $(MAKE) cluster-up
+	@TRANCHE_STEPS=30 $(MAKE) cluster-up
 	@e2e/demo
 
 demo-down: cluster-down ## removes every trace of the demo
 
 test: export WORKERS ?= 2
-test: export MORE_PROGRAMS = -p tranche-kubectl
 test: ## what CI runs: the checks, the tests without a node, and the core of the e2e suite
-	@$(PARALLEL) unit-parts cluster-parts suite
+	@$(PARALLEL) unit-parts cluster-parts
 	$(MAKE) checks unit api
 	$(MAKE) e2e-core
 
@@ -81,8 +83,7 @@ nightly: ## what takes longer: more random states for kube-scheduler's allocator
 	shim/core/deep-check
 
 lint: checks ## the checks, and clippy, which the tests' build is, too
-	.ci/cargo-test --no-run --tests
-	.ci/cargo-test --no-run --test e2e --test api
+	$(COMPILE)
 
 checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' symbols
 	cargo fmt --all --check
@@ -93,16 +94,13 @@ checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' 
 
 unit-parts: shim simulator oracle part-clients
 	@shim/tests/install-tools
-	$(STEP) "Compiling the tests" .ci/cargo-test --no-run --quiet --tests
-suite:
-	$(STEP) "Compiling the suite" .ci/cargo-test --no-run --quiet --test e2e --test api
 oracle: part-kubernetes
 	@driver/allocator-oracle/build
 
 unit: ## unit, property and contract tests, without a cluster; clippy
 	@$(PARALLEL) unit-parts
 	cargo clippy --profile shim -p tranche-shim-cuda -p tranche-shim-nvml --target-dir target/shim-build -- -D warnings
-	.ci/cargo-test --tests
+	.ci/cargo test --tests
 	cd driver/cdi-oracle && go vet ./... && go test ./...
 	simulator/test-clients
 
@@ -111,15 +109,14 @@ api: ## tests that need an API server and a scheduler and no node
 
 e2e e2e-core: export WORKERS ?= 2
 e2e: export CRIO = yes
-e2e e2e-core: export MORE_PROGRAMS = -p tranche-kubectl
 e2e: ## the whole suite on a cluster of two GPU nodes, which goes afterwards unless it was there before, and the GPU kit
-	@$(PARALLEL) cluster-parts part-crio part-peers part-clients-image part-browser suite
+	@$(PARALLEL) cluster-parts part-crio part-peers part-clients-image part-browser
 	$(STEP) "Making the kit for machines with a GPU" bench/gpu/kit
-	.ci/cargo-test --test all gpu_kit:: -- --include-ignored
+	.ci/cargo test --test all gpu_kit:: -- --include-ignored
 	e2e/kind/with e2e/run || { e2e/failures; exit 1; }
 
 e2e-core: ## of the suite, a test for each promise that only a node shows
-	@$(PARALLEL) cluster-parts suite
+	@$(PARALLEL) cluster-parts
 	e2e/kind/with e2e/run --core || { e2e/failures; exit 1; }
 
 bench: export PROFILE = release

@@ -18,14 +18,12 @@ pub struct Written {
     pub stderr: String,
 }
 
-/// The plugin that `TRANCHE_KUBECTL` names, or that of this checkout, compiled with the images' programs.
+/// The plugin that `TRANCHE_KUBECTL` names, or that of this checkout, compiled with the suite.
 pub fn binary() -> anyhow::Result<PathBuf> {
     if let Some(named) = std::env::var_os("TRANCHE_KUBECTL") {
         return Ok(named.into());
     }
-    let target = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target");
-    let profile = std::env::var("PROFILE").unwrap_or_else(|_| "quick".into());
-    let binary = target.join(profile).join("kubectl-tranche");
+    let binary = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../target/debug/kubectl-tranche");
     ensure!(
         binary.exists(),
         "{} is missing: run the suite by `make e2e`",

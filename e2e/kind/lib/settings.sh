@@ -29,7 +29,4 @@ ENGINE_HOST=unix://$ENGINE_RUN/docker.sock
 # The clusters' network, with a name that nothing else uses.
 export KIND_EXPERIMENTAL_DOCKER_NETWORK=tranche-kind
 
-# What of the cluster's parts is compiled for it, as the Makefile says.
-: "${PROFILE:=release}"
-
 export PATH=$CLUSTER_DIR/bin:$PATH
