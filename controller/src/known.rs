@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_keeps_what_others_wrote_and_nothing_of_the_server() {
+    fn a_replacement_keeps_fields_of_others_but_not_of_the_server() {
         let known = slice(|slice| {
             slice["metadata"]["labels"] = json!({"team": "a"});
             slice["metadata"]["annotations"] = json!({"note": "b"});

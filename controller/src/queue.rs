@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_in_the_middle_of_a_change_goes_before_those_that_wait_to_begin() {
+    fn a_node_amid_a_change_goes_before_those_that_wait_to_begin() {
         let now = Instant::now();
         let mut queue = Queue::default();
         for node in ["b", "c"] {

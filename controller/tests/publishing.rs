@@ -375,7 +375,7 @@ async fn a_policy_is_broken_and_mended(capped: &serde_json::Value, reason: &str,
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_that_the_node_withholds_is_not_offered_until_the_node_releases_it() {
+async fn a_withheld_gpu_is_not_offered_until_the_node_releases_it() {
     let (cluster, _replica) = published().await;
     let all = cluster.devices("a");
     let uuid = cluster.api.one("gpunodes", "a")["status"]["inventory"]["gpus"][1]["uuid"].clone();
@@ -424,7 +424,7 @@ async fn with_dropped_field(field: &str, word: &str) -> (Cluster, support::clust
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropped_fields_are_reported_with_their_gate_and_not_written_again() {
+async fn dropped_fields_are_reported_by_gate_and_not_written_again() {
     let (cluster, replica) =
         with_dropped_field("allowMultipleAllocations", "DRAConsumableCapacity").await;
 
@@ -595,7 +595,7 @@ fn withdrawn(cluster: &Cluster) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_driver_no_device_is_offered_and_allocated_ones_stay_tainted() {
+async fn without_a_driver_only_tainted_allocated_devices_stay() {
     let (cluster, _replica) = published().await;
     cluster.api.put("resourceclaims", claim(true));
     cluster.no_driver("a");
@@ -629,7 +629,7 @@ async fn a_node_that_registers_without_a_driver_offers_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deleted_gpu_node_that_is_written_again_loses_no_allocated_device() {
+async fn a_gpu_node_that_is_recreated_loses_no_allocated_device() {
     let (cluster, _replica) = published().await;
     cluster.api.put("resourceclaims", claim(true));
     // The tier is no longer offered; the device stays for its claim.
@@ -793,7 +793,7 @@ async fn many_at(nodes: u32, gpus: u32, per_second: u32) -> (Cluster, support::c
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_policy_change_is_bounded_ordered_and_lets_registrations_go_first() {
+async fn a_policy_change_is_paced_in_order_and_after_registrations() {
     // A change of 8 slices is a new generation of all 9, and the record.
     let (cluster, _replica) = many(60, 8).await;
     let before = cluster.api.write_count();
@@ -834,7 +834,7 @@ async fn a_policy_change_is_bounded_ordered_and_lets_registrations_go_first() {
 /// All of a withdrawn device is kept until it is removed. The change of all nodes takes much longer than the grace of a
 /// withdrawn device.
 #[tokio::test(start_paused = true)]
-async fn nodes_in_the_middle_of_a_withdrawal_go_before_those_that_wait_to_begin() {
+async fn nodes_amid_a_withdrawal_go_before_those_that_wait_to_begin() {
     let (cluster, _replica) = many_at(60, 2, 8).await;
     cluster.policy("default", &json!({"tiers": ["exclusive"]}));
     let withdrawn = || {
@@ -910,7 +910,7 @@ async fn a_withdrawn_tier_costs_one_list_of_the_claims_for_all_nodes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_list_of_the_claims_that_fails_is_tried_again_and_loses_no_device() {
+async fn a_failed_list_of_the_claims_is_retried_and_loses_no_device() {
     let (cluster, _replica) = published().await;
     cluster.api.put("resourceclaims", claim(true));
     cluster

@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_is_in_the_way_but_not_held_and_ends_with_its_owner() {
+    fn a_reservation_blocks_without_holding_and_ends_with_its_owner() {
         let ledger = Arc::new(Ledger::default());
         let mut released = ledger.releases();
         let reservation = reserve(&ledger, "a");

@@ -256,7 +256,7 @@ fn claim(uid: &str) -> Claim {
 }
 
 #[tokio::test]
-async fn the_hook_lies_apart_and_where_nothing_can_be_executed_in_the_plugins_folder() {
+async fn the_hook_is_installed_outside_the_plugins_noexec_folder() {
     let node = Node::new().await;
     {
         let _process = node.start().await;
@@ -358,7 +358,7 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
 }
 
 #[tokio::test]
-async fn sigterm_ends_it_without_a_trace_and_sigkill_does_not_hinder_the_next() {
+async fn sigterm_leaves_nothing_and_sigkill_does_not_block_the_next() {
     let node = Node::new().await;
     let mut process = node.start().await;
     process.signal(rustix::process::Signal::KILL);

@@ -334,7 +334,7 @@ async fn a_daemon_that_no_record_names_is_replaced() {
 
 /// After a supervisor's absence the number may be of another process.
 #[tokio::test]
-async fn a_process_with_a_recorded_number_that_started_at_another_time_is_not_touched() {
+async fn a_process_that_reuses_a_recorded_pid_is_not_touched() {
     let mut supervisor = Supervisor::start().await;
     supervisor.client().ensure(device(DEVICE), LIMITS).unwrap();
     supervisor.kill();
@@ -426,7 +426,7 @@ async fn a_client_without_root_reaches_the_daemon() {
 
 /// As a hostile client's connection does.
 #[tokio::test]
-async fn a_daemon_that_does_not_answer_refuses_new_claims_and_is_not_ended() {
+async fn new_claims_are_refused_while_a_daemon_does_not_answer() {
     let supervisor = Supervisor::start().await;
     let client = supervisor.client();
     let first = client.ensure(device(DEVICE), LIMITS).unwrap();

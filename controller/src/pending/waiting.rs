@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_counted_from_the_time_its_claims_are_known_to_be_ours_until_it_is_gone() {
+    fn a_pod_counts_from_when_its_claims_are_ours_until_it_is_gone() {
         let mut pending = Pending::default();
         pending.apply(Event::Apply(pod("a", &[template("quarter")])));
         pending.apply(Event::Apply(pod("b", &[template("quarter")])));
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_resource_without_a_class_is_asked_for_again_because_there_may_be_one_later() {
+    fn a_resource_without_a_class_is_looked_up_again_later() {
         let mut pending = Pending::default();
         let source = Source::Resource("nvidia.com/gpu".into());
         pending.apply(Event::Apply(pod("a", std::slice::from_ref(&source))));

@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_that_only_the_images_configuration_names_are_left_to_ldconfig() {
+    fn folders_of_the_images_configuration_are_left_to_ldconfig() {
         for path in ["etc/ld.so.conf", "etc/ld.so.conf.d/own.conf"] {
             let (dir, root) = image();
             let path = dir.path().join(path);

@@ -377,7 +377,7 @@ mod tests {
 
     /// Programs find the added library through it, and every other library in the loader's default folders.
     #[test]
-    fn a_cache_of_the_added_libraries_alone_is_enough_for_the_loader() {
+    fn a_cache_of_only_the_added_libraries_suffices_for_the_loader() {
         let dir = image();
         let driver = dir.path().join("opt/driver");
         fs::create_dir_all(&driver).unwrap();

@@ -507,7 +507,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reader_sees_the_old_file_or_the_new_one_wherever_the_writer_dies() {
+    fn a_reader_sees_a_whole_file_wherever_the_writer_dies() {
         for at in 0.. {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("x.json");
@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_on_the_disk_before_its_name_is_and_a_removed_one_does_not_come_back() {
+    fn a_file_is_synced_before_its_name_and_its_removal_lasts() {
         let dir = tempfile::tempdir().unwrap();
         let (fs, path) = (FaultyFs::recording(), dir.path().join("a"));
         replace(&fs, &path, b"x", 0o644, Durability::Disk).unwrap();

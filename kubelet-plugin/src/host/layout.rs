@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kubelet_sends_for_the_registration_socket_is_an_authority() {
+    fn the_kubelet_sends_the_registration_socket_as_authority() {
         let args = <Args as clap::Parser>::parse_from(["x", "--node-name", "n"]);
         let socket = Layout::of(&args).registration_socket();
         let sent = encode_authority(socket.to_str().unwrap());

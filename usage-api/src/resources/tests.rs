@@ -239,7 +239,7 @@ fn a_nodes_row_counts_its_gpus_and_claims() {
 }
 
 #[test]
-fn claims_are_those_with_devices_of_ours_on_the_nodes_of_their_pools() {
+fn claims_with_our_devices_are_on_the_nodes_of_their_pools() {
     let claim = |results: Value| {
         let claim = json!({
             "metadata": {"namespace": "team", "name": "c", "uid": "1", "labels": {"app": "x"}},

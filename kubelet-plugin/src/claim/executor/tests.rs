@@ -56,7 +56,7 @@ async fn a_tenant_that_makes_its_page_longer_takes_space_from_nobody() {
 }
 
 #[tokio::test]
-async fn the_pages_of_a_claim_have_a_file_system_that_lives_as_long_as_they() {
+async fn a_claims_pages_have_a_file_system_until_they_are_removed() {
     let world = World::new();
     let shares = world.layout.shares.clone();
     let account = share(&world, "a").await;
@@ -86,7 +86,7 @@ async fn the_pages_of_a_claim_have_a_file_system_that_lives_as_long_as_they() {
 }
 
 #[tokio::test]
-async fn pages_in_a_plain_folder_stay_where_containers_have_mounted_them() {
+async fn pages_in_a_plain_folder_stay_where_containers_mounted_them() {
     let world = World::new();
     let account = share(&world, "a").await;
     let claim = world.layout.shares.join("uid-of-a");

@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loaded_claim_is_asked_for_once_and_never_again_while_the_kubelet_lists_it() {
+    fn a_loaded_claim_that_the_kubelet_lists_is_asked_for_once() {
         let mut schedule = Schedule::default();
         let start = Instant::now();
         assert_eq!(gets(&mut schedule, start, SPREAD, Some(true)), 1);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_the_kubelet_does_not_list_is_asked_for_ever_more_rarely() {
+    fn a_claim_that_is_not_listed_is_asked_for_more_and_more_rarely() {
         for listed in [Some(false), None] {
             let mut schedule = Schedule::default();
             let start = Instant::now();
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_released_at_the_second_answer_and_not_before_the_grace_is_over() {
+    fn a_claim_is_released_at_the_second_answer_after_the_grace() {
         let mut schedule = Schedule::default();
         let now = Instant::now();
         schedule.update(now, &held(Some(false)));
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_in_the_way_goes_first_and_is_not_asked_for_again_at_once() {
+    fn a_claim_in_the_way_goes_first_and_is_not_asked_for_twice() {
         let mut schedule = Schedule::default();
         let start = Instant::now();
         let both = BTreeMap::from([("a".to_owned(), None), ("b".to_owned(), None)]);

@@ -176,7 +176,7 @@ async fn two_shares_on_two_gpus_have_each_its_cap() {
 }
 
 #[tokio::test]
-async fn an_oversubscribed_share_has_an_account_of_its_part_of_the_gpu() {
+async fn an_oversubscribed_share_has_an_account_of_resident_memory() {
     let world = World::new();
     let plugin = world.start();
     let share = oversubscribed("gpu", 0, 250, "100Gi", 25);
@@ -354,7 +354,7 @@ async fn a_page_of_another_release_that_is_missing_is_named() {
 }
 
 #[tokio::test]
-async fn after_a_boot_a_claim_of_another_release_gets_pages_of_this_one() {
+async fn after_a_boot_a_claim_of_another_release_gets_new_pages() {
     for pages in OTHERS {
         made_anew(pages).await;
     }
@@ -529,7 +529,7 @@ async fn claims_that_are_gone_replaced_or_not_allocated_are_refused() {
 }
 
 #[tokio::test]
-async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
+async fn the_pods_event_names_the_field_of_bad_parameters_and_sizes() {
     let world = World::new();
     let plugin = world.start();
     for (name, size, word) in [
@@ -644,7 +644,7 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
 }
 
 #[tokio::test]
-async fn of_a_journal_that_cannot_be_read_the_gpus_that_it_names_count_as_taken() {
+async fn the_gpus_that_an_unreadable_journal_names_count_as_taken() {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "1Gi", 10)]));
     world.prepare("a").await;
@@ -742,7 +742,7 @@ async fn no_driver_means_an_error_with_the_way_out() {
 }
 
 #[tokio::test]
-async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_is_not() {
+async fn without_the_shim_only_capped_claims_are_refused() {
     let world = World::new();
     let plugin = world.start();
     std::fs::remove_file(
@@ -763,7 +763,7 @@ async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_i
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_serves_one_tier_at_a_time_whatever_the_scheduler_believed() {
+async fn a_gpu_serves_one_tier_at_a_time_whatever_is_allocated() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[capped("gpu", 0, "40Gi", 40)]));
@@ -1098,7 +1098,7 @@ async fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_withheld_is_refused_to_new_claims_and_kept_for_running_ones() {
+async fn a_withheld_gpu_is_refused_to_new_claims_only() {
     let mut world = World::new();
     let uuid = |gpu: usize| world.ready.inventory.gpus[gpu].uuid.clone();
     let (mine, other) = (uuid(0), uuid(1));

@@ -448,7 +448,7 @@ fn plugin_offers(world: &World, gpu: usize) -> Verdict {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
+async fn what_the_node_withholds_is_written_until_it_is_released() {
     let running = Running::start();
     let uuids: Vec<_> = running
         .world

@@ -418,7 +418,7 @@ async fn missing_device_nodes_are_an_error_with_a_reason() {
 
 /// The driver of a vGPU host has neither nvidia-uvm nor libcuda.
 #[tokio::test(start_paused = true)]
-async fn a_vgpu_hosts_driver_without_cuda_is_described_and_serves_nothing() {
+async fn a_vgpu_hosts_driver_is_described_and_offers_nothing() {
     let mut host = two_h100();
     for gpu in &mut host.gpus {
         gpu.vgpu_role = Some(VgpuRole::Host);

@@ -148,7 +148,7 @@ async fn a_claims_partitions_are_made_and_removed() {
 }
 
 #[tokio::test]
-async fn the_first_share_of_a_partition_makes_it_and_the_last_one_removes_it() {
+async fn the_first_share_makes_a_partition_and_the_last_removes_it() {
     let world = World::new();
     let plugin = world.start();
     for (name, cores) in [("a", 60), ("b", 40)] {

@@ -213,7 +213,7 @@ fn sum(text: &str, name: &str, labels: &[&str]) -> f64 {
     clippy::cast_precision_loss,
     reason = "short decimal numbers"
 )]
-async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_whoever_holds_it() {
+async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_its_holder() {
     let usage = everything();
     let text = encoded(&usage);
     for gpu in &usage.gpus {

@@ -45,7 +45,7 @@ fn reserved(mut object: serde_json::Value, pods: &[&str]) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn a_claim_has_a_line_for_the_beginning_and_the_end_of_each_device() {
+async fn each_device_of_a_claim_has_a_line_for_its_start_and_its_end() {
     let world = World::new();
     let plugin = world.start();
     let object = claim("a", &[capped("x", 0, "20Gi", 25), whole("y", 1)]);
@@ -137,7 +137,7 @@ async fn an_orphan_is_called_so_and_pods_that_join_are_named() {
 }
 
 #[tokio::test]
-async fn a_journal_that_was_removed_by_hand_ends_its_grant_at_the_next_start() {
+async fn a_journal_removed_by_hand_ends_its_grant_at_the_next_start() {
     let world = World::new();
     world.api.put(claim("a", &[whole("x", 0)]));
     world.prepare("a").await;

@@ -38,7 +38,7 @@ fn owner(key: &str) -> Owner {
 }
 
 #[tokio::test]
-async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
+async fn each_claim_has_its_processes_memory_under_the_kubelets_names() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
@@ -121,7 +121,7 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
 }
 
 #[tokio::test]
-async fn without_a_claim_nvml_is_opened_for_a_moment_and_all_gpus_are_there() {
+async fn without_a_claim_nvml_is_open_briefly_and_reports_all_gpus() {
     let world = World::new();
     let plugin = world.start();
     let usage = usage_of(&world, &plugin, &KubeletList::default());

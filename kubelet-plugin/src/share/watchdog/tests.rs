@@ -313,7 +313,7 @@ fn watchdog(
 }
 
 #[tokio::test]
-async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_seconds() {
+async fn a_program_without_an_account_is_named_within_two_seconds() {
     // A static program, or one with its own libcuda: no slot, and nothing of ours mapped or mounted.
     let mut node = Node::new().await;
     node.slot(3, CONTEXT);
@@ -490,7 +490,7 @@ async fn what_cannot_be_watched_is_reported_and_is_not_zero() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() {
+async fn a_gpu_is_not_handed_on_while_nobody_owns_some_of_its_memory() {
     let mut node = Node::new().await;
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
     node.seconds(5);
@@ -521,7 +521,7 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
 }
 
 #[tokio::test]
-async fn memory_that_a_dead_process_left_is_named_by_its_claim_and_pod_until_it_is_free() {
+async fn memory_of_a_dead_process_is_named_by_claim_until_it_is_free() {
     let mut node = Node::new().await;
     node.in_pod(4_000_001, 2 * GIB);
     assert_eq!(node.seconds(1), []);
@@ -580,7 +580,7 @@ async fn in_mig_mode_no_memory_withholds_a_gpu() {
 }
 
 #[tokio::test]
-async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is_free() {
+async fn ownerless_memory_withholds_the_gpu_after_half_a_minute() {
     let mut node = Node::new().await;
     let mut unowned = node.watchdog.unowned();
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
@@ -610,7 +610,7 @@ async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is
 
 /// Managed memory is on the GPU and of no process; what cannot move is compared with its own account.
 #[tokio::test]
-async fn managed_memory_of_an_oversubscribed_share_is_owned_and_the_rest_has_its_limit() {
+async fn managed_memory_is_owned_and_unmovable_memory_has_a_limit() {
     let mut node = Node::with(oversubscribed("gpu", 0, 200, "40Gi", 25)).await;
     node.in_pod(100, GIB);
     node.slot_of(Account::Memory, 7, 31 * GIB);
@@ -634,7 +634,7 @@ async fn managed_memory_of_an_oversubscribed_share_is_owned_and_the_rest_has_its
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_that_is_withheld_stays_withheld_when_the_plugin_restarts() {
+async fn a_withheld_gpu_stays_withheld_when_the_plugin_restarts() {
     let mut node = Node::new().await;
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
     node.seconds(5);
@@ -658,7 +658,7 @@ async fn a_gpu_that_is_withheld_stays_withheld_when_the_plugin_restarts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_whose_last_claim_was_just_released_is_watched_after_a_restart() {
+async fn a_gpu_without_claims_stays_watched_after_a_restart() {
     let mut node = Node::new().await;
     node.seconds(1);
     // Its processes have left memory, and the plugin ends before that is confirmed.
@@ -671,7 +671,7 @@ async fn a_gpu_whose_last_claim_was_just_released_is_watched_after_a_restart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nvml_is_closed_most_of_the_time_where_only_memory_without_an_owner_is_left() {
+async fn nvml_is_mostly_closed_if_only_ownerless_memory_is_left() {
     let mut node = Node::new().await;
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
     node.seconds(5);
@@ -691,7 +691,7 @@ async fn nvml_is_closed_most_of_the_time_where_only_memory_without_an_owner_is_l
 }
 
 #[tokio::test(start_paused = true)]
-async fn if_the_list_of_watched_gpus_is_broken_every_gpu_is_withheld_until_it_is_seen_free() {
+async fn a_broken_list_of_watched_gpus_withholds_all_until_seen_free() {
     let mut node = Node::new().await;
     node.release().await;
     fs::write(node.world.layout.watched(), b"{").unwrap();

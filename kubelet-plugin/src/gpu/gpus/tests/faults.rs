@@ -33,7 +33,7 @@ async fn a_driver_that_does_not_start_is_named_and_a_retry_succeeds() {
 }
 
 #[tokio::test]
-async fn mig_mode_that_needs_a_reset_is_named_and_a_retry_after_it_succeeds() {
+async fn mig_mode_that_needs_a_reset_is_named_and_a_retry_succeeds() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(one_partition());

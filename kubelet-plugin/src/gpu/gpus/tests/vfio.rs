@@ -70,7 +70,7 @@ async fn a_gpu_that_comes_back_waits_until_nvml_is_closed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_that_a_program_has_open_is_refused_and_can_be_had_later() {
+async fn a_gpu_is_refused_while_a_program_has_it_open() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(one_at_vfio("a", 0));

@@ -191,7 +191,7 @@ async fn killed_at_any_step_of_unprepare_it_converges() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_release_without_the_driver_restores_it_when_the_driver_is_back() {
+async fn a_release_without_the_driver_is_completed_when_it_is_back() {
     let world = world();
     let plugin = under(&world, world.start(), "Long");
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
