@@ -8,8 +8,8 @@
 //!  [ Slices ] ─────┘
 //! ```
 //!
-//! It is synchronous and has no client. Every event returns the nodes that must be reconciled again: no node
-//! where nothing changed that a plan depends on (a node's heartbeat).
+//! It is synchronous and has no client. Every event returns the nodes that must be reconciled again; an event
+//! that changes nothing a plan depends on (a node's heartbeat) returns no node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -130,7 +130,7 @@ impl Index {
             Observation::Slice(event) => {
                 let mut dirty = BTreeSet::new();
                 for change in self.slices.apply(event) {
-                    // `spec.nodeName` is immutable, but a name can be taken again for another node.
+                    // `spec.nodeName` is immutable, but a new slice of another node can have a deleted slice's name.
                     if let Some(before) = change.before {
                         let node = node_of(&before);
                         if let Some(names) = self.slices_by_node.get_mut(node) {

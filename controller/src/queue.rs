@@ -150,8 +150,8 @@ impl Queue {
     }
 }
 
-/// How fast changes that concern many nodes are carried out: so many requests a second, on average. Whoever makes
-/// requests at once makes the next one wait.
+/// How fast changes that concern many nodes are carried out: so many requests a second, on average. A change of many
+/// requests makes the next one wait longer.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     per_second: u32,

@@ -19,10 +19,11 @@ const SOON: Duration = Duration::from_secs(3);
 /// The series of pending pods.
 fn series(metrics: &Metrics) -> Vec<String> {
     let text = metrics.text().expect("text");
-    let lines = text
+    let mut lines: Vec<_> = text
         .lines()
-        .filter(|line| line.starts_with("tranche_pods_pending{"));
-    let mut lines: Vec<_> = lines.map(str::to_owned).collect();
+        .filter(|line| line.starts_with("tranche_pods_pending{"))
+        .map(str::to_owned)
+        .collect();
     lines.sort();
     lines
 }

@@ -314,8 +314,10 @@ fn events(cluster: &Cluster) -> Vec<(String, String)> {
 fn condition(cluster: &Cluster) -> (String, String) {
     let status = cluster.api.one("gpunodes", "a")["status"].clone();
     let all = status["conditions"].as_array().cloned().unwrap_or_default();
-    let condition = all.iter().find(|c| c["type"] == "AllOffered");
-    let condition = condition.unwrap_or_else(|| panic!("no condition AllOffered: {all:?}"));
+    let condition = all
+        .iter()
+        .find(|c| c["type"] == "AllOffered")
+        .unwrap_or_else(|| panic!("no condition AllOffered: {all:?}"));
     let text = |field: &str| condition[field].as_str().unwrap_or_default().to_owned();
     (text("status"), text("message"))
 }
@@ -483,9 +485,9 @@ async fn a_registration_alone_costs_one_write() {
 async fn a_node_is_told_what_the_policies_ask_of_it() {
     let (cluster, _replica) = published().await;
     let asked = |cluster: &Cluster| {
-        let gpus = cluster.published("a")["gpus"].clone();
-        let gpus = gpus.as_array().expect("a list").clone();
-        gpus.into_iter()
+        let published = cluster.published("a");
+        let gpus = published["gpus"].as_array().expect("a list");
+        gpus.iter()
             .map(|gpu| (gpu["policy"].clone(), gpu["capped"]["onBypass"].clone()))
             .collect::<Vec<_>>()
     };
@@ -831,8 +833,7 @@ async fn a_policy_change_is_paced_in_order_and_after_registrations() {
     }
 }
 
-/// All of a withdrawn device is kept until it is removed. The change of all nodes takes much longer than the grace of a
-/// withdrawn device.
+/// The change of all nodes takes much longer than the grace of a withdrawn device, which takes memory until it is removed.
 #[tokio::test(start_paused = true)]
 async fn nodes_amid_a_withdrawal_go_before_those_that_wait_to_begin() {
     let (cluster, _replica) = many_at(60, 2, 8).await;
@@ -890,7 +891,7 @@ async fn a_withdrawn_tier_costs_one_list_of_the_claims_for_all_nodes() {
     // The changes of 40 nodes take some seconds, so two lists may be needed.
     let lists = cluster.api.lists("resourceclaims");
     assert!((1..=3).contains(&lists), "{lists} lists of the claims");
-    // All of a device is read where it is no longer offered, once.
+    // A device that is no longer offered is read once.
     assert_eq!(cluster.api.gets("resourceslices") - reads, 80);
 
     // While claims hold devices, one list a minute for both nodes.

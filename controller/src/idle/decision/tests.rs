@@ -209,7 +209,7 @@ fn a_pod_is_not_evicted_for_one_claim_while_another_one_works() {
 
 #[test]
 fn a_claim_with_a_gpu_that_no_idle_policy_names_is_left_alone() {
-    // Of GPU-2 the policy does not speak.
+    // The policy has no rule for GPU-2.
     let holders = idle(&[("one", 0, 60), ("one", 2, 60)]);
     assert_eq!(holders["one"].gpus.len(), 2);
     let one = [("one", facts(&[]))];
