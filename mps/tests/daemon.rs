@@ -196,7 +196,7 @@ async fn a_daemon_has_its_limits_when_it_is_reported_ready() {
     }
 }
 
-/// It turns the others away, some as if they were answered with nothing.
+/// The daemon turns the others away, some with an empty answer.
 #[tokio::test]
 async fn one_of_many_that_ask_at_once_gets_the_answer_or_an_error() {
     let supervisor = Supervisor::start().await;
@@ -424,7 +424,7 @@ async fn a_client_without_root_reaches_the_daemon() {
     assert!(log.contains("from user 1000"), "{log}");
 }
 
-/// As a hostile client's connection does.
+/// A connection of a hostile client stops the daemon in the same way.
 #[tokio::test]
 async fn new_claims_are_refused_while_a_daemon_does_not_answer() {
     let supervisor = Supervisor::start().await;
@@ -442,7 +442,7 @@ async fn new_claims_are_refused_while_a_daemon_does_not_answer() {
     assert_eq!(second.pid, first.pid);
 }
 
-/// Without clients: none of the driver's files of before may be used.
+/// Without clients the daemon is replaced, so that no file of the former driver is used.
 #[tokio::test]
 async fn after_an_update_of_the_driver_the_daemon_is_the_new_ones() {
     let folder = tempfile::tempdir().unwrap();
