@@ -19,7 +19,7 @@ pub struct Locks {
 /// A held lock; dropping it releases it. Work on another thread can own it, so that it stays locked
 /// after the waiting call was cancelled.
 #[derive(Debug)]
-pub struct Held {
+pub struct LockGuard {
     locks: Arc<Locks>,
     uid: String,
     /// `None` while waiting.
@@ -28,10 +28,10 @@ pub struct Held {
 
 impl Locks {
     /// Waits for a lock.
-    pub async fn lock(self: &Arc<Self>, uid: &str) -> Held {
+    pub async fn lock(self: &Arc<Self>, uid: &str) -> LockGuard {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
         // Made before the wait, so that a cancelled wait is removed too.
-        let mut held = Held {
+        let mut held = LockGuard {
             locks: Arc::clone(self),
             uid: uid.to_owned(),
             guard: None,
@@ -42,9 +42,9 @@ impl Locks {
 
     /// Waits for a lock, on a thread that may block.
     #[must_use]
-    pub fn blocking_lock(self: &Arc<Self>, uid: &str) -> Held {
+    pub fn blocking_lock(self: &Arc<Self>, uid: &str) -> LockGuard {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        Held {
+        LockGuard {
             locks: Arc::clone(self),
             uid: uid.to_owned(),
             guard: Some(lock.blocking_lock_owned()),
@@ -53,9 +53,9 @@ impl Locks {
 
     /// The lock, if it is free.
     #[must_use]
-    pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<Held> {
+    pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<LockGuard> {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        let mut held = Held {
+        let mut held = LockGuard {
             locks: Arc::clone(self),
             uid: uid.to_owned(),
             guard: None,
@@ -70,7 +70,7 @@ impl Locks {
     }
 }
 
-impl Drop for Held {
+impl Drop for LockGuard {
     fn drop(&mut self) {
         drop(self.guard.take());
         let mut table = self.locks.table();

@@ -29,8 +29,8 @@ use self::mps::{MortalClient, Supervisor};
 use self::vfio::{Machine, MortalGroups};
 use crate::claim::executor::Executor;
 use crate::claim::orphans::{OrphanSearch, suspicions};
-use crate::claim::preparer::{Parts, Preparer, Problem, Reporter};
-use crate::cluster::claims::Claims;
+use crate::claim::preparer::{Preparer, PreparerParts, Problem, Reporter};
+use crate::cluster::claims::ClaimReader;
 use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverState, Ready, SpecFile};
 use crate::gpu::gpus::{Gpus, Hardware};
@@ -203,7 +203,7 @@ impl Plugin {
     pub async fn search(&self, world: &World, kubelet: &KubeletList) -> Search {
         let search = OrphanSearch {
             preparer: Arc::clone(&self.preparer),
-            claims: Claims::new(world.api.client()),
+            claims: ClaimReader::new(world.api.client()),
             kubelet: Arc::new(kubelet.clone()),
             reporter: Arc::clone(&self.reports) as _,
             metrics: Arc::default(),
@@ -338,7 +338,7 @@ impl World {
             &self.layout.hooks,
         );
         let metrics = Arc::<Metrics>::default();
-        let audit = audit::Place {
+        let audit = audit::TrailSettings {
             folder: self.layout.audit(),
             node: NODE.to_owned(),
             limits: self.audit_limits,
@@ -374,7 +374,7 @@ impl World {
             },
             driver_rx.clone(),
         ));
-        let preparer = Preparer::new(Parts {
+        let preparer = Preparer::new(PreparerParts {
             pool: POOL.into(),
             spec_file: Arc::new(SpecFile::new(fs, &self.layout)),
             executor,
@@ -382,7 +382,7 @@ impl World {
             driver: driver_rx,
             others: others_rx,
             policy: policy_rx,
-            claims: Claims::new(self.api.client()),
+            claims: ClaimReader::new(self.api.client()),
             gpus: Arc::clone(&gpus),
             ledger,
             reporter: Arc::clone(&reports) as _,
@@ -520,8 +520,9 @@ impl World {
 impl World {
     fn unmount_all(&self) {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let points = mounts.lines().filter_map(|line| line.split(' ').nth(4));
-        let points: Vec<_> = points
+        let points: Vec<_> = mounts
+            .lines()
+            .filter_map(|line| line.split(' ').nth(4))
             .filter(|point| Path::new(point).starts_with(self.dir.path()))
             .collect();
         for point in points.into_iter().rev() {

@@ -32,8 +32,10 @@ impl DriverVersion {
     /// Reads two or more numbers, separated by dots.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
-        let numbers = text.split('.').map(|number| number.parse().ok());
-        let numbers = numbers.collect::<Option<Vec<u32>>>()?;
+        let numbers = text
+            .split('.')
+            .map(|number| number.parse().ok())
+            .collect::<Option<Vec<u32>>>()?;
         (numbers.len() >= 2).then_some(Self(numbers))
     }
 

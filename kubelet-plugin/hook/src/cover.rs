@@ -217,8 +217,11 @@ fn is_shared(fd: &OwnedFd) -> Result<bool, CoverError> {
         Err(source) => Err(CoverError::Proc { path, source }),
     };
     let info = read(by_descriptor(fd).replace("/fd/", "/fdinfo/"))?;
-    let id = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
-    let id = id.unwrap_or_default().trim();
+    let id = info
+        .lines()
+        .find_map(|line| line.strip_prefix("mnt_id:"))
+        .unwrap_or_default()
+        .trim();
     let mounts = read("/proc/thread-self/mountinfo".to_owned())?;
     // proc_pid_mountinfo(5): optional fields from the seventh up to a "-".
     let mount = mounts

@@ -104,13 +104,13 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<OwnConfiguration, Roo
     if root.read(Path::new(FOLDERS))?.as_deref() != Some(&lines) {
         root.write(Path::new(FOLDERS), &lines)?;
     }
-    let configuration = root.read(Path::new(CONFIGURATION))?;
-    let own = if configuration.is_none() && names.iter().all(is_ours) {
+    let stored = root.read(Path::new(CONFIGURATION))?;
+    let own = if stored.is_none() && names.iter().all(is_ours) {
         OwnConfiguration::Absent
     } else {
         OwnConfiguration::Present
     };
-    let configuration = configuration.unwrap_or_default();
+    let configuration = stored.unwrap_or_default();
     if !includes_folders(&configuration) {
         let both = [INCLUDE, &configuration].concat();
         root.write(Path::new(CONFIGURATION), &both)?;
@@ -118,8 +118,8 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<OwnConfiguration, Roo
     Ok(own)
 }
 
-/// Adds the libraries to the image's own cache, or to an empty one where the image has nothing for the loader;
-/// whether that could be done.
+/// Adds the libraries to the image's own cache, or to an empty one where the image has nothing for the loader.
+/// Returns whether that could be done.
 fn add(root: &Rootfs, libraries: &[Library], own: OwnConfiguration) -> Result<bool, RootfsError> {
     if root.read(Path::new(COMPAT))?.is_some() {
         // An image's own libcuda comes before the driver's.
@@ -289,7 +289,7 @@ mod tests {
         assert_eq!(names.len(), 1, "{names:?}");
     }
 
-    /// Where ldconfig would have to run, this says so.
+    /// No program: if ldconfig would have to run, the error says so.
     const NOWHERE: &str = "/nowhere/ldconfig";
 
     fn library() -> [Library; 1] {
@@ -378,8 +378,9 @@ mod tests {
     #[test]
     fn a_missing_program_is_named_with_the_way_out() {
         let (_dir, root) = image();
-        let error = update(&root, &folders(), &[], Path::new(NOWHERE)).unwrap_err();
-        let error = error.to_string();
+        let error = update(&root, &folders(), &[], Path::new(NOWHERE))
+            .unwrap_err()
+            .to_string();
         assert!(
             error.contains("/nowhere/ldconfig") && error.contains("restart"),
             "{error}"

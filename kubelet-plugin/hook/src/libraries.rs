@@ -276,13 +276,11 @@ fn configured(root: &Rootfs) -> Result<Vec<PathBuf>, SearchError> {
                 Some(_) => {
                     // Folders may be separated by colons and commas too (glibc's ldconfig.c), and
                     // may be followed by `=TYPE`.
-                    let names = line.split([':', ',', ' ', '\t']);
-                    let names = names.map(|name| name.split('=').next().unwrap_or_default());
-                    folders.extend(
-                        names
-                            .filter(|name| name.starts_with('/'))
-                            .map(PathBuf::from),
-                    );
+                    let names = line
+                        .split([':', ',', ' ', '\t'])
+                        .map(|name| name.split('=').next().unwrap_or_default())
+                        .filter(|name| name.starts_with('/'));
+                    folders.extend(names.map(PathBuf::from));
                 }
             }
             if folders.len() + files.len() > MOST_FOLDERS {

@@ -45,7 +45,7 @@ struct Entry {
     hwcap: u64,
 }
 
-/// Another library of this name is in the cache: which of them comes first is for `ldconfig` to say.
+/// Another library of this name is in the cache: only `ldconfig` can decide which of them comes first.
 #[derive(Debug, PartialEq, Eq)]
 pub struct OtherOfThatName;
 
@@ -106,7 +106,7 @@ impl LoaderCache {
                     let names = content.chunks_exact(4).map(|name| string(word(name, 0)?));
                     self.hwcaps = names.collect::<Option<_>>()?;
                 }
-                // Of a later glibc.
+                // A section of a later glibc.
                 _ => return None,
             }
         }

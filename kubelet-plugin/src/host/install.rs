@@ -288,9 +288,11 @@ mod tests {
         lay_out_image(&dir.path().join("image"));
         let installation = install(dir.path()).unwrap();
         let leases = |name: &str| {
-            let mut perl = std::process::Command::new("perl");
-            let perl = perl.args(["-e", F_SETLEASE]).arg(dir.path().join(name));
-            perl.status().unwrap().success()
+            let status = std::process::Command::new("perl")
+                .args(["-e", F_SETLEASE])
+                .arg(dir.path().join(name))
+                .status();
+            status.unwrap().success()
         };
         for name in SHIM_FILES {
             assert!(!leases(&format!("lib/{PAGES}/{name}")), "{name}");
@@ -345,8 +347,8 @@ mod tests {
         assert_eq!(pages, [PAGES, later]);
         let content = std::fs::read(folder_of(&libraries, later).join("libcuda.so.1")).unwrap();
         assert_eq!(content, b"another libcuda.so.1");
-        let error = installation.verify(Needs::Shim { pages: unused });
-        let error = error.unwrap_err().to_string();
+        let refused = installation.verify(Needs::Shim { pages: unused });
+        let error = refused.unwrap_err().to_string();
         assert!(error.contains("delete the pods"), "{error}");
     }
 }

@@ -104,7 +104,7 @@ impl Layout {
         self.shares.with_file_name("metadata")
     }
 
-    /// The files of the MPS supervisor and its daemons: its own default, where the plugin has its default.
+    /// The files of the MPS supervisor and its daemons. The plugin's default folders give the supervisor's default.
     #[must_use]
     pub fn mps(&self) -> PathBuf {
         self.shares.with_file_name("mps")

@@ -184,8 +184,11 @@ impl Series {
         for group in &share.groups {
             let mut labels = labels.clone();
             let of_group = [("pod", &group.pod), ("container", &group.container)];
-            let of_group = of_group.into_iter();
-            labels.extend(of_group.filter_map(|(name, value)| Some((name, value.clone()?))));
+            labels.extend(
+                of_group
+                    .into_iter()
+                    .filter_map(|(name, value)| Some((name, value.clone()?))),
+            );
             self.info.get_or_create(&labels).set(1);
         }
     }
@@ -321,7 +324,7 @@ impl Series {
     }
 }
 
-/// Processes of nobody who has the device now.
+/// Processes that belong to no claim that has the device now.
 fn others(remainder: &Remainder) -> u64 {
     let zombies = remainder.zombies.iter().map(|it| u64::from(it.processes));
     u64::from(remainder.foreign_processes) + zombies.sum::<u64>()

@@ -1,8 +1,8 @@
 //! The GPUs' series under the names and labels that dcgm-exporter gives them (`etc/default-counters.csv`, `rendermetrics`,
 //! `transformation` of github.com/NVIDIA/dcgm-exporter), with the labels `tier` and `share_id` more.
 //!
-//! A value that can be divided has a series for each holder, and one without a pod for what is nobody's: they add up. Any other value
-//! has one series for each GPU.
+//! A value that can be divided has a series for each holder, and one without a pod for the rest: they add up. Any other value has one
+//! series for each GPU.
 
 use std::sync::atomic::AtomicU64;
 
@@ -142,7 +142,7 @@ const SENSORS: [Sensor; 22] = [
     ),
 ];
 
-/// The metrics of utilization: name, meaning, and what stands for the whole.
+/// The metrics of utilization: name, meaning, and the value of the whole.
 fn name_of(measure: Measure) -> (&'static str, &'static str, f64) {
     match measure {
         Measure::Gpu => ("DCGM_FI_DEV_GPU_UTIL", "GPU utilization (in %)", 100.0),
@@ -199,7 +199,7 @@ pub fn registry(usage: &NodeUsage, gpu_sensors: bool) -> Registry {
         ..Series::default()
     };
     for gpu in &usage.gpus {
-        // Also of a GPU that fell off the bus: its error says so.
+        // A GPU that fell off the bus has this series too: the error says so.
         if let Some(xids) = &gpu.xids {
             let last = series.xids.get_or_create(&labels(usage, gpu));
             last.set(xids.last.unwrap_or(0));
@@ -211,7 +211,7 @@ pub fn registry(usage: &NodeUsage, gpu_sensors: bool) -> Registry {
     series.registry()
 }
 
-/// Whoever has a series of its own.
+/// A holder of memory that has a series of its own.
 struct Holder<'a> {
     labels: Labels,
     used: u64,
@@ -279,7 +279,7 @@ impl Series {
                 total -= (used + free).min(total);
             }
         }
-        // What is not said of a holder is nobody's.
+        // What no holder has belongs to nobody.
         let rest = |parts: &[u64]| parts.last().copied().unwrap_or(0);
         add(&self.used, base, rest(&used));
         add(&self.free, base, rest(&free));
@@ -316,7 +316,7 @@ impl Series {
     }
 }
 
-/// Those who have a device, and nobody as the last.
+/// The holders of a device; the last one stands for nobody.
 fn holders<'a>(
     base: &Labels,
     shares: &'a [ShareUsage],
@@ -334,7 +334,7 @@ fn holders<'a>(
             });
             continue;
         }
-        // What a share may still take is none of its containers' more than the others'.
+        // What a share may still take belongs to all of its containers.
         holders.push(Holder {
             labels: labels.clone(),
             used: 0,
@@ -409,7 +409,10 @@ fn with_group(base: &Labels, share: &ShareUsage, group: &GroupUsage) -> Labels {
         ("pod_uid", &group.pod_uid),
         ("container", &group.container),
     ];
-    let of_group = of_group.into_iter();
-    labels.extend(of_group.filter_map(|(name, value)| Some((name, value.clone()?))));
+    labels.extend(
+        of_group
+            .into_iter()
+            .filter_map(|(name, value)| Some((name, value.clone()?))),
+    );
     labels
 }

@@ -18,8 +18,9 @@ impl Format {
         for range in accept.unwrap_or_default().split(',') {
             let mut parts = range.split(';').map(str::trim);
             let kind = parts.next().unwrap_or_default().to_ascii_lowercase();
-            let quality = parts.find_map(|part| part.strip_prefix("q="));
-            let quality = quality.map_or(1.0, |q| q.parse().unwrap_or(0.0));
+            let quality = parts
+                .find_map(|part| part.strip_prefix("q="))
+                .map_or(1.0, |q| q.parse().unwrap_or(0.0));
             let of_kind: &mut f64 = match kind.as_str() {
                 "application/openmetrics-text" => &mut open,
                 "text/plain" | "text/*" | "*/*" => &mut plain,

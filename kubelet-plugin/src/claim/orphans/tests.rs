@@ -34,8 +34,8 @@ fn held(plugin: &Plugin) -> Vec<String> {
 #[tokio::test(start_paused = true)]
 async fn at_steady_state_the_api_server_is_asked_for_nothing() {
     let world = World::new();
-    let names: Vec<_> = (0..20).map(|n| format!("claim-{n}")).collect();
-    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    let claims: Vec<_> = (0..20).map(|n| format!("claim-{n}")).collect();
+    let names: Vec<_> = claims.iter().map(String::as_str).collect();
     prepare(&world, &world.start(), &names).await;
     let plugin = world.start();
     let kubelet = KubeletList::of(&plugin.preparer.ledger().held());

@@ -126,8 +126,10 @@ async fn a_claims_partitions_are_made_and_removed() {
         let partition = device.partition.as_ref().unwrap();
         let mig = partition.mig.as_ref().unwrap();
         let instances = actual(&world, &device.gpu_uuid).instances;
-        let mut instances = instances.iter();
-        let instance = instances.find(|it| it.id == mig.gpu_instance).unwrap();
+        let instance = instances
+            .iter()
+            .find(|it| it.id == mig.gpu_instance)
+            .unwrap();
         assert_eq!(
             (instance.place, &instance.compute[0].uuid),
             (partition.place, &mig.uuid)
@@ -336,9 +338,12 @@ fn in_any_order(record: &[u8]) -> String {
 
 /// Without what differs between two MIG devices of the same partition: the first digits of their UUIDs.
 fn anonymous(text: &str) -> String {
-    let parts = text.split("MIG-").enumerate();
-    let parts = parts.map(|(n, part)| if n == 0 { part } else { &part[8..] });
-    parts.collect::<Vec<_>>().join("MIG-")
+    let parts: Vec<_> = text
+        .split("MIG-")
+        .enumerate()
+        .map(|(n, part)| if n == 0 { part } else { &part[8..] })
+        .collect();
+    parts.join("MIG-")
 }
 
 /// What a prepared claim has on the node: its files, its places on the GPUs, and the GPUs' daemons and compute modes.
@@ -537,8 +542,8 @@ async fn an_instance_in_use_stays_held_until_it_is_free() {
     world.api.put(claim("b", &[partition("x", 0, "1g10gb-6")]));
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     world.mig.use_instance(GPU, 1, true);
-    let error = plugin.preparer.unprepare(&claim_ref("a")).await;
-    let error = error.unwrap_err().to_string();
+    let refused = plugin.preparer.unprepare(&claim_ref("a")).await;
+    let error = refused.unwrap_err().to_string();
     assert!(error.contains("in use"), "{error}");
     let held = plugin.preparer.ledger().held();
     assert_eq!(held.len(), 1, "its slices stay counted");

@@ -13,7 +13,7 @@ const MOST_STEPS: usize = 10;
 
 impl Gpus {
     /// Sets the time slices of a GPU, whose lock the caller holds, to the length that claims want. The driver is asked
-    /// only where a claim wants one, or one was set.
+    /// only if a claim wants a length, or if Tranche has set one.
     pub(super) fn reconcile_time_slice(
         &self,
         gpu_uuid: &str,

@@ -131,8 +131,8 @@ async fn an_orphan_is_called_so_and_pods_that_join_are_named() {
     };
     timeout(SPREAD * 2, ended).await.unwrap();
     assert_eq!(events(&world, "a")[2], "x Orphan");
-    let pods = &world.trail()[2].grant.pods;
-    let pods: Vec<_> = pods.iter().map(|pod| &*pod.name).collect();
+    let end = &world.trail()[2];
+    let pods: Vec<_> = end.grant.pods.iter().map(|pod| &*pod.name).collect();
     assert_eq!(pods, ["p", "q"]);
 }
 

@@ -5,13 +5,13 @@ use tranche_driver::usage::Owner;
 use tranche_node::nvml::ProcessMemory;
 
 use super::*;
-use crate::share::last_findings::Seen;
+use crate::share::last_findings::Ownership;
 use crate::testing::{KubeletList, NODE, Plugin, World, capped, claim, claim_ref, whole};
 
 const GIB: u64 = 1 << 30;
 
 fn usage_of(world: &World, plugin: &Plugin, kubelet: &KubeletList) -> Arc<Usage> {
-    let parts = Parts {
+    let parts = UsageParts {
         node: NODE.into(),
         ledger: Arc::clone(plugin.preparer.ledger()),
         layout: world.layout.clone(),
@@ -63,7 +63,7 @@ async fn each_claim_has_its_processes_memory_under_the_kubelets_names() {
         (8, Owner::Foreign),
         (9, owner(&second.key)),
     ];
-    plugin.last_findings.set_seen(Seen {
+    plugin.last_findings.set_ownership(Ownership {
         owners: owners.into(),
         peaks: [(&first, 9), (&second, 8)]
             .map(|(device, gib)| {
@@ -78,7 +78,7 @@ async fn each_claim_has_its_processes_memory_under_the_kubelets_names() {
                 )
             })
             .into(),
-        ..Seen::default()
+        ..Ownership::default()
     });
     let shared = read(&usage, &first.gpu_uuid);
     let share = &shared.shares[0];

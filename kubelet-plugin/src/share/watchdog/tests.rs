@@ -264,8 +264,10 @@ impl Node {
         let of_name = |line: &&str| {
             line.starts_with(&format!("{name}{{")) || line.starts_with(&format!("{name} "))
         };
-        let line = text.lines().find(of_name);
-        let line = line.unwrap_or_else(|| panic!("no {name}: {text}"));
+        let line = text
+            .lines()
+            .find(of_name)
+            .unwrap_or_else(|| panic!("no {name}: {text}"));
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
@@ -299,7 +301,7 @@ fn watchdog(
     metrics: &Arc<Metrics>,
 ) -> Watchdog {
     let fs = Arc::new(crate::host::fs::HostFs);
-    let parts = Parts {
+    let parts = WatchdogParts {
         ledger: Arc::clone(plugin.preparer.ledger()),
         layout: world.layout.clone(),
         policy,
@@ -380,7 +382,7 @@ async fn the_most_memory_of_a_device_is_kept_as_long_as_it_is_held() {
         node.gpus.0.lock().unwrap().0.clear();
         node.in_pod(4_000_001, 2 * GIB);
         node.seconds(3);
-        let peaks = node.plugin.last_findings.seen().peaks.clone();
+        let peaks = node.plugin.last_findings.ownership().peaks.clone();
         let peak = Peak {
             bytes: 8 * GIB,
             watched_seconds: 4,
@@ -388,14 +390,14 @@ async fn the_most_memory_of_a_device_is_kept_as_long_as_it_is_held() {
         assert_eq!(peaks, [(node.key.clone(), peak)].into());
         node.release().await;
         node.seconds(1);
-        assert_eq!(node.plugin.last_findings.seen().peaks, BTreeMap::new());
+        assert_eq!(node.plugin.last_findings.ownership().peaks, BTreeMap::new());
     }
     // NVML does not tell what the processes of this one hold.
     let mut node = Node::with(partition("gpu", 0, "1g10gb-0")).await;
     node.gpus.1.store(true, Ordering::SeqCst);
     node.in_pod(4_000_001, 8 * GIB);
     node.seconds(2);
-    assert_eq!(node.plugin.last_findings.seen().peaks, BTreeMap::new());
+    assert_eq!(node.plugin.last_findings.ownership().peaks, BTreeMap::new());
 }
 
 #[tokio::test]
@@ -525,14 +527,14 @@ async fn memory_of_a_dead_process_is_named_by_claim_until_it_is_free() {
     let mut node = Node::new().await;
     node.in_pod(4_000_001, 2 * GIB);
     assert_eq!(node.seconds(1), []);
-    let owner = node.plugin.last_findings.seen().owners[&4_000_001].clone();
+    let owner = node.plugin.last_findings.ownership().owners[&4_000_001].clone();
     let usage::Owner::Claims { keys, pod_uid, .. } = owner else {
         panic!("{owner:?}")
     };
     assert!(keys.contains(&node.key));
     assert_eq!(pod_uid.as_deref(), Some(POD));
     let zombies = |node: &Node| {
-        let seen = node.plugin.last_findings.seen();
+        let seen = node.plugin.last_findings.ownership();
         seen.zombies
             .get(&node.gpu_uuid)
             .cloned()
@@ -608,7 +610,7 @@ async fn ownerless_memory_withholds_the_gpu_after_half_a_minute() {
     assert_eq!(*unowned.borrow_and_update(), []);
 }
 
-/// Managed memory is on the GPU and of no process; what cannot move is compared with its own account.
+/// NVML counts managed memory on the GPU for no process; what cannot move is compared with its own account.
 #[tokio::test]
 async fn managed_memory_is_owned_and_unmovable_memory_has_a_limit() {
     let mut node = Node::with(oversubscribed("gpu", 0, 200, "40Gi", 25)).await;
@@ -620,7 +622,7 @@ async fn managed_memory_is_owned_and_unmovable_memory_has_a_limit() {
     assert_eq!(node.seconds(60).len(), 0);
     assert_eq!(*node.watchdog.unowned().borrow(), []);
     assert_eq!(node.bypass_bytes(), 0);
-    // More than the account has is nobody's.
+    // What exceeds the account has no owner.
     free(&node, 32 * GIB);
     node.seconds(60);
     assert_eq!(node.watchdog.unowned().borrow().len(), 1);

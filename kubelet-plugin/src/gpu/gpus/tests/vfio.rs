@@ -30,8 +30,12 @@ async fn a_gpu_is_bound_to_vfio_for_its_claim_and_goes_back() {
     let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
     let spec: serde_json::Value = serde_json::from_str(&spec).unwrap();
     let edits = &spec["devices"][0]["containerEdits"];
-    let nodes = edits["deviceNodes"].as_array().unwrap().iter();
-    let nodes: Vec<_> = nodes.map(|node| node["path"].as_str().unwrap()).collect();
+    let nodes: Vec<_> = edits["deviceNodes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|node| node["path"].as_str().unwrap())
+        .collect();
     assert_eq!(
         nodes,
         ["/dev/vfio/vfio", "/dev/vfio/27"],
@@ -47,7 +51,7 @@ async fn a_gpu_is_bound_to_vfio_for_its_claim_and_goes_back() {
     nothing_is_left(&world, "unprepared");
 }
 
-/// An NVML that stays open would be without the GPU, and so would all that this process opens beside it.
+/// An NVML that stays open would not see the GPU, nor would any other that this process opens beside it.
 #[tokio::test]
 async fn a_gpu_that_comes_back_waits_until_nvml_is_closed() {
     let world = World::new();

@@ -24,8 +24,10 @@ fn gpu(minor: usize) -> String {
 
 /// What the controller publishes under a policy with this interval.
 fn policy(world: &World, interval: &str) -> NodePolicy {
-    let gpus = world.ready.inventory.gpus.iter();
-    let gpus: Vec<_> = gpus
+    let inventory = &world.ready.inventory;
+    let gpus: Vec<_> = inventory
+        .gpus
+        .iter()
         .map(|gpu| json!({"uuid": gpu.uuid, "timeshared": {"interval": interval}}))
         .collect();
     let published = json!({"epoch": 1, "poolGeneration": 1, "gpus": gpus});
