@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_heartbeat_makes_no_work() {
+    fn a_heartbeat_marks_no_node() {
         let mut index = index();
         let heartbeat = node("a", &json!({}), 2);
         assert!(
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_is_everybodys_work_when_it_says_something_new() {
+    fn a_changed_policy_marks_every_node() {
         let mut index = index();
         let dirty = index.observe(Observation::Policy(Event::Apply(policy(&json!([
             "capped"
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_node_is_its_own_nodes_work() {
+    fn a_gpu_node_marks_only_its_own_node() {
         let mut index = index();
         let dirty = index.observe(Observation::GpuNode(Event::Apply(gpu_node("b", 2, 2))));
         assert_eq!(names(&dirty), ["b"]);

@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn of_managed_fields_only_the_plugins_time_is_kept() {
+    fn only_the_plugins_time_is_kept_of_managed_fields() {
         let node: GpuNode = serde_json::from_value(json!({
             "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode", "spec": {},
             "metadata": {"name": "a", "annotations": {"x": "y"}, "managedFields": [

@@ -76,7 +76,7 @@ fn with_content(slice: &KnownSlice, device: &KnownDevice, read: &ReadDevices) ->
     published
 }
 
-/// The names and versions of the slices with devices whose content is `lacking`.
+/// The names and versions of the slices that have one of the `lacking` devices.
 #[must_use]
 pub fn unread(existing: &[Arc<KnownSlice>], lacking: &[DeviceName]) -> Vec<(String, String)> {
     let lacks = |slice: &&Arc<KnownSlice>| {

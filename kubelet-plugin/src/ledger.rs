@@ -549,7 +549,7 @@ mod tests {
             Ok::<_, Vec<String>>(plan)
         });
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
-        // Also if it could not be planned at all.
+        // It keeps the plan even if it could not be planned at all now.
         let again = ledger.book(&allocation("a"), now(), |_| Err(Vec::<String>::new()));
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
     }

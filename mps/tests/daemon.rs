@@ -26,7 +26,7 @@ const LIMITS: Limits = Limits {
     thread_percentage: 100,
     memory_mib: Some(4607),
 };
-/// For what another process does.
+/// How long a test waits for another process.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn device(uuid: &str) -> DeviceId {
@@ -332,7 +332,7 @@ async fn a_daemon_that_no_record_names_is_replaced() {
     );
 }
 
-/// After a supervisor's absence the number may be of another process.
+/// After a supervisor's absence the number may belong to another process.
 #[tokio::test]
 async fn a_process_that_reuses_a_recorded_pid_is_not_touched() {
     let mut supervisor = Supervisor::start().await;

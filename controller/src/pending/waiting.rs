@@ -493,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_pods_are_kept_and_no_more_and_none_without_claims() {
+    fn pods_with_claims_are_kept_up_to_a_limit() {
         let mut pending = Pending::default();
         for number in 0..=MOST {
             let name = format!("p{number}");
@@ -508,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_claim_and_what_it_was_made_for_nothing_is_kept() {
+    fn a_source_that_no_pod_names_is_forgotten() {
         let mut pending = Pending::default();
         pending.apply(Event::Apply(pod("a", &[template("quarter")])));
         pending.learn("team".into(), template("quarter"), Ownership::Ours);

@@ -113,8 +113,8 @@ mod tests {
 
     use super::*;
 
-    /// Of NVIDIA's container toolkit (testdata/compat, Apache-2.0): the ELF header and the note of a
-    /// real library.
+    /// The ELF header and the note of a real library, from NVIDIA's container toolkit (testdata/compat,
+    /// Apache-2.0).
     const WITH_NOTE: &[u8] = include_bytes!("../testdata/libcuda.so.575.57.08");
 
     fn version(text: &str) -> DriverVersion {

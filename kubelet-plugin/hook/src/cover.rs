@@ -112,7 +112,7 @@ pub enum CoverError {
 pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered, CoverError> {
     let folders = libraries::folders(root, process)?;
     let mut covered = Covered::default();
-    // Before anything is covered, because the search reads the image's own files.
+    // This comes before anything is covered, because the search reads the image's own files.
     let compat = match &cover.node {
         Some(node) => compat::usable(root, node)?,
         None => None,

@@ -170,7 +170,7 @@ fn run(root: &Rootfs, ldconfig: &Path) -> Result<(), LdcacheError> {
         .stdin(Stdio::null())
         .arg("-r")
         .arg(root.path())
-        // Without making links: create-links makes them, and the image's own stay unchanged.
+        // `-X` makes no links: create-links makes them, and the image's own stay unchanged.
         .args(["-X", "-f", CONFIGURATION, "-C", CACHE])
         .output()
         .map_err(|source| LdcacheError::Run {

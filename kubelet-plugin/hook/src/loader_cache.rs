@@ -124,7 +124,7 @@ impl LoaderCache {
             let is_it = entry.path == path && entry.flags == X86_64;
             return if is_it { Ok(()) } else { Err(OtherOfThatName) };
         }
-        // From the greatest name to the least, as the loader searches.
+        // Entries are sorted from the greatest name to the least, as the loader searches.
         let place = self
             .entries
             .partition_point(|entry| compare(&entry.name, name) == Ordering::Greater);
@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(listed(dir.path()), expected);
     }
 
-    /// With this machine's own cache, whatever its glibc writes.
+    /// This reads this machine's own cache, whatever its glibc writes.
     #[test]
     fn a_real_cache_is_read_and_written_without_a_change() {
         let bytes = fs::read("/etc/ld.so.cache").unwrap();

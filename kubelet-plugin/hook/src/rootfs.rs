@@ -174,7 +174,7 @@ impl Rootfs {
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let create = || rustix::fs::openat(&folder, &temporary, flags, Mode::from_raw_mode(0o644));
         let created = match create() {
-            // What an interrupted run left, or the image brings.
+            // An interrupted run left it, or the image has it.
             Err(Errno::EXIST) => {
                 rustix::fs::unlinkat(&folder, &temporary, AtFlags::empty()).map_err(failed)?;
                 create()

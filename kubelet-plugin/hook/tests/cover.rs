@@ -143,7 +143,7 @@ fn every_copy_that_is_found_shows_the_shim() {
             node(REAL),
         ]
     );
-    // In the container's mount namespace only.
+    // The mounts are in the container's mount namespace only.
     for path in image {
         assert_eq!(
             std::fs::read_to_string(bundle.in_image(path)).unwrap(),
@@ -222,7 +222,7 @@ fn without_the_shims_mount_the_container_does_not_start() {
         refused.contains(SHIM) && refused.contains("not mounted read-only"),
         "{refused}"
     );
-    // Also if nothing is to be covered, because the cap would not hold.
+    // This fails even if nothing is to be covered, because the cap would not hold.
     let refused = refusal(&Bundle::new(&[], &[]).run_without_mounts("$hook <$bundle/state.json"));
     assert!(refused.contains(SHIM), "{refused}");
 }

@@ -151,7 +151,7 @@ impl CompetingDriverSearch {
             return answer.clone();
         }
         let fields = format!("spec.nodeName={},spec.driver={NVIDIA_DRIVER}", self.node);
-        // From the API server's cache: as current and as cheap as a watch.
+        // The API server answers from its cache: that is as current and as cheap as a watch.
         let params = ListParams::default().fields(&fields).match_any();
         let answer = match within(self.slices.list(&params)).await {
             Ok(Ok(list)) => Ok(list.items.iter().flat_map(uuids).collect()),

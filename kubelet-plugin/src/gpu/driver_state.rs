@@ -152,7 +152,7 @@ pub struct SpecFile {
 }
 
 impl SpecFile {
-    /// At the path of `layout`.
+    /// The file at the path of `layout`.
     #[must_use]
     pub fn new(fs: Arc<dyn Fs>, layout: &Layout) -> Self {
         Self {

@@ -67,9 +67,9 @@ pub enum Needs {
 pub struct Installation {
     fs: Arc<dyn Fs>,
     libraries: PathBuf,
-    /// With their modes. They are large, so that their content is not kept.
+    /// The hooks' files with their modes. They are large, so their content is not kept.
     hooks: Vec<(PathBuf, u32)>,
-    /// With their contents.
+    /// The shim's files with their contents.
     shim: Vec<(PathBuf, Vec<u8>)>,
     /// All tenants have the shim's files mounted. If no other process had them open, a tenant could
     /// take a lease on one (`F_SETLEASE`), and every start of a process of its neighbours would block

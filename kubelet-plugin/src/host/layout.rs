@@ -185,7 +185,7 @@ pub(crate) mod testing {
 mod tests {
     use super::*;
 
-    /// As grpc-go's `encodeAuthority` does it: everything escaped but unreserved characters and
+    /// Does what grpc-go's `encodeAuthority` does: escapes everything but unreserved characters and
     /// those that may stand in an authority.
     fn encode_authority(path: &str) -> String {
         path.bytes()

@@ -360,7 +360,7 @@ fn holders<'a>(
 /// The labels of a GPU, as `rendermetrics` writes them.
 fn labels(usage: &NodeUsage, gpu: &GpuUsage) -> Labels {
     let number = gpu.index.unwrap_or(gpu.minor);
-    // As NVML writes an address: with a domain of eight digits, in capital letters.
+    // NVML writes an address with a domain of eight digits, in capital letters.
     let address = format!("0000{}", gpu.pci_bus_id.to_ascii_uppercase());
     vec![
         ("gpu", number.to_string()),

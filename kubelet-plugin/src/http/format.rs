@@ -11,7 +11,8 @@ pub enum Format {
 }
 
 impl Format {
-    /// The format for a request with this `Accept` header: OpenMetrics only for whoever prefers it, as Prometheus' client libraries do.
+    /// The format for a request with this `Accept` header: OpenMetrics only if the request prefers it, as in Prometheus' client
+    /// libraries.
     #[must_use]
     pub fn negotiate(accept: Option<&str>) -> Self {
         let (mut open, mut plain) = (0.0, 0.0);

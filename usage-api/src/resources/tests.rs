@@ -196,7 +196,7 @@ fn a_claim_whose_node_does_not_answer_has_a_row_that_says_why() {
 
 /// The node lists its share with zeros, which were not read.
 #[test]
-fn what_a_claim_has_of_a_gpu_that_does_not_answer_is_no_zero() {
+fn a_claim_on_a_gpu_that_does_not_answer_shows_no_zero() {
     let mut lost = node();
     lost.gpus[0].problem = Some("lost".into());
     lost.gpus[0].shares[0].memory.used = 0;

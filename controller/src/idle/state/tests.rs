@@ -160,7 +160,7 @@ fn a_claim_is_as_idle_as_its_busiest_device() {
 }
 
 #[test]
-fn what_one_device_does_not_tell_is_not_known_of_the_claim() {
+fn a_claim_is_unknown_if_one_of_its_devices_is_unknown() {
     let seen = |gpus: Value| holders(&node(&gpus))["one"].seen.idle;
     let unknown = json!([
         gpu("GPU-1", &[share("one", None, 2)]),

@@ -119,7 +119,7 @@ async fn libraries_that_a_policy_names_go_to_new_claims_only() {
     assert_eq!(ids.len(), 3);
     assert_eq!(ids[1], "gpu.tranche.dev/driver=video");
     assert_eq!(ids[2], DriverDevice::Capped { pages: PAGES }.id());
-    // By the journal too.
+    // The journal keeps it, too.
     plugin.policy.send_replace(NodePolicy::default());
     let kept = world.prepare("b").await;
     assert_eq!(kept.plan, new.plan);
@@ -131,7 +131,7 @@ async fn a_share_waits_for_the_policy_of_its_gpu() {
     let plugin = world.start();
     let known = world.no_policy();
     plugin.policy.send_replace(NodePolicy::default());
-    // It matters to shares only.
+    // Only shares need the policy.
     world.api.put(claim("whole", &[whole("gpu", 1)]));
     plugin.preparer.prepare(&claim_ref("whole")).await.unwrap();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
@@ -148,7 +148,7 @@ async fn a_share_waits_for_the_policy_of_its_gpu() {
     assert!(!waits.is_finished());
     plugin.policy.send_replace(known);
     waits.await.unwrap().unwrap();
-    // What it got stays, whatever the next process knows.
+    // It keeps what it got, whatever the next process knows.
     let plugin = world.start();
     plugin.policy.send_replace(NodePolicy::default());
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
@@ -321,7 +321,7 @@ async fn left_alone(pages: u32) {
     let other = prepared_by_another_release(&world, pages).await;
     let before = world.contents();
     let plugin = world.start();
-    // For example a second pod of the claim.
+    // The kubelet asks again, for example for a second pod of the claim.
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     let device = DriverDevice::Capped { pages }.id();
     assert_eq!(record.plan.devices[0].cdi_ids[1], device);
@@ -363,7 +363,7 @@ async fn after_a_boot_a_claim_of_another_release_gets_new_pages() {
 async fn made_anew(pages: u32) {
     let world = World::new();
     prepared_by_another_release(&world, pages).await;
-    // As a boot leaves it.
+    // A boot removes the pages.
     let folder = world.layout.share("uid-of-a", "").claim;
     rustix::mount::unmount(&folder, rustix::mount::UnmountFlags::DETACH).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
@@ -674,13 +674,13 @@ async fn the_gpus_that_an_unreadable_journal_names_count_as_taken() {
         );
     }
     plugin.preparer.prepare(&claim_ref("c")).await.unwrap();
-    // After the repair it blocks only what it blocked before: not a share.
+    // After the repair it blocks only what it blocked before, which is no share.
     std::fs::write(&path, record).unwrap();
     plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
     assert_eq!(held(&plugin), ["a", "b", "c"]);
 }
 
-/// For example a journal of a newer plugin before a rollback, or one from a backup.
+/// An example is a journal of a newer plugin before a rollback, or one from a backup.
 #[tokio::test]
 async fn a_journal_that_was_mended_is_held_again() {
     let world = World::new();
@@ -835,7 +835,7 @@ async fn a_claim_waits_for_the_first_check_of_the_driver() {
     let claim = claim_ref("a");
     let early = plugin.preparer.prepare(&claim);
     let look = async {
-        // After the claim was read it waits only for the driver.
+        // Once it has read the claim, it waits only for the driver.
         while world.api.requests().is_empty() {
             tokio::task::yield_now().await;
         }

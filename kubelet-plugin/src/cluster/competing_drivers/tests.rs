@@ -158,7 +158,7 @@ async fn a_device_plugins_gpus_are_those_that_the_kubelet_names() {
 }
 
 #[tokio::test]
-async fn a_socket_file_that_a_dead_plugin_left_is_no_provider() {
+async fn a_socket_file_of_a_dead_plugin_is_ignored() {
     // There is no kubelet, so a running plugin counts for all GPUs.
     let node = Node::new();
     let folder = node.folders.device_plugins.clone();

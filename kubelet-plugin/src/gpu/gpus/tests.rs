@@ -105,7 +105,7 @@ async fn refusal(plugin: &Plugin, name: &str) -> String {
     error.map(|_| ()).unwrap_err().to_string()
 }
 
-/// Lets a process bring its GPUs to rest, as it does when the driver is ready.
+/// Lets a process settle its GPUs, as it does when the driver is ready.
 async fn settle(plugin: &Plugin) {
     let stop = CancellationToken::new();
     let settled = Arc::clone(&plugin.gpus).settle(stop.clone());
@@ -119,7 +119,7 @@ async fn a_claims_partitions_are_made_and_removed() {
     world.api.put(two_partitions());
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_eq!(actual(&world, GPU).instances.len(), 2);
-    // On disk, too.
+    // The plan on disk is the same.
     let after_a_restart = world.start().preparer.ledger().held();
     assert_eq!(after_a_restart[0].plan, record.plan);
     for device in &record.plan.devices {
@@ -336,7 +336,7 @@ fn in_any_order(record: &[u8]) -> String {
     record.to_string()
 }
 
-/// Without what differs between two MIG devices of the same partition: the first digits of their UUIDs.
+/// The text without what differs between two MIG devices of the same partition: the first digits of their UUIDs.
 fn anonymous(text: &str) -> String {
     let parts: Vec<_> = text
         .split("MIG-")
@@ -504,7 +504,7 @@ async fn one_failing_step_leaves_nothing_half_made() {
     }
 }
 
-/// After the GPU instance and before the compute instance, for one.
+/// For example, a call fails after the GPU instance was made and before the compute instance.
 #[tokio::test]
 async fn a_failing_call_of_the_driver_is_undone_and_named() {
     let any = place("1g.10gb", 6);

@@ -91,7 +91,7 @@ fn sensors() -> Sensors {
     }
 }
 
-/// A GPU of 80 GiB of which so much is in use, by nobody.
+/// A GPU of 80 GiB with `used` bytes in use, by nobody.
 fn gpu(index: u32, used: u64) -> GpuUsage {
     let free = 80 * GIB - RESERVED - used;
     GpuUsage {
@@ -203,7 +203,7 @@ fn values(text: &str, name: &str, labels: &[&str]) -> Vec<f64> {
 fn sum(text: &str, name: &str, labels: &[&str]) -> f64 {
     let values = values(text, name, labels);
     assert!(!values.is_empty(), "{name} {labels:?}: {text}");
-    // To a millionth.
+    // The sum is exact to a millionth.
     (values.iter().sum::<f64>() * 1e6).round() / 1e6
 }
 
@@ -281,7 +281,7 @@ async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_its_holder() {
     );
 }
 
-/// In the units of DCGM.
+/// The values are in the units of DCGM.
 #[tokio::test]
 async fn nvlinks_have_series_where_the_board_has_some() {
     let mut usage = everything();

@@ -147,7 +147,7 @@ async fn a_journal_removed_by_hand_ends_its_grant_at_the_next_start() {
     assert_eq!(events(&world, "a"), ["x allocated", "x Unrecorded"]);
 }
 
-/// As after an upgrade, and after the trail's folder was removed.
+/// This happens after an upgrade, and after the trail's folder was removed.
 #[tokio::test]
 async fn claims_that_a_trail_lacks_are_added_at_the_start() {
     let world = World::new();
@@ -251,7 +251,7 @@ async fn if_no_file_can_be_begun_the_current_one_grows() {
     world.api.put(claim("a", &[whole("x", 0)]));
     let plugin = world.start();
     written(&world);
-    // In the way of the new file.
+    // This is in the way of the new file.
     std::fs::create_dir(world.layout.audit().join("audit.jsonl.tmp")).unwrap();
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();

@@ -142,7 +142,7 @@ impl Writer {
         Ok(())
     }
 
-    /// After a failure: the folder or the current file may have been moved away.
+    /// Finds the files after a failure: the folder or the current file may have been moved away.
     fn find_current(&mut self) -> Result<(), FsError> {
         self.fs.create_dir(&self.settings.folder)?;
         if self.fs.mode(&self.current())?.is_none() {

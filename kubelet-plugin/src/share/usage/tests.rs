@@ -137,7 +137,7 @@ async fn without_a_claim_nvml_is_open_briefly_and_reports_all_gpus() {
     assert!(!usage.lock().reader.is_open());
     // A second reader within a minute gets the same.
     assert!(Arc::ptr_eq(&first, &usage.get()));
-    // Where the driver is unloaded the GPUs have no values, and a reason.
+    // If the driver is unloaded, the GPUs have no values, but a reason.
     world.mig.unload(true);
     usage.lock().last = None;
     let without = usage.get();

@@ -28,7 +28,7 @@ pub struct Alive {
 }
 
 impl Alive {
-    /// From a sample of the GPU and those of the partitions that claims share, by the UUIDs of their MIG devices.
+    /// Takes a sample of the GPU and those of the partitions that claims share, by the UUIDs of their MIG devices.
     pub fn new(
         whole: &Sample,
         of_partitions: &BTreeMap<String, Sample>,
@@ -39,7 +39,7 @@ impl Alive {
         let mut bytes = BTreeMap::new();
         for process in all.flat_map(|sample| &sample.processes) {
             let known: &mut u64 = bytes.entry(process.id.pid).or_default();
-            // On the GPU as a whole a process of a MIG device has no bytes.
+            // In the sample of the whole GPU a process of a MIG device has no bytes.
             *known = process.bytes.max(*known);
         }
         Self {

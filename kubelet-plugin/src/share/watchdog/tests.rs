@@ -358,7 +358,7 @@ async fn a_bypass_on_a_shared_partition_is_seen_on_its_mig_device() {
     assert!(event.note.contains("gpu-00000000-capped-3g40gb-4"));
     assert_eq!(node.bypass_bytes(), 8 * GIB);
     assert!((node.metric("tranche_gpu_watched") - 1.0).abs() < 0.01);
-    // An honest one is not.
+    // An honest process is not named.
     let mut node = Node::with(capped_on("gpu", 0, "3g40gb-4", "20Gi", 25)).await;
     node.gpus.1.store(true, Ordering::SeqCst);
     node.slot(7, 8 * GIB + CONTEXT);
@@ -392,7 +392,7 @@ async fn the_most_memory_of_a_device_is_kept_as_long_as_it_is_held() {
         node.seconds(1);
         assert_eq!(node.plugin.last_findings.ownership().peaks, BTreeMap::new());
     }
-    // NVML does not tell what the processes of this one hold.
+    // NVML does not tell what the processes of this device hold.
     let mut node = Node::with(partition("gpu", 0, "1g10gb-0")).await;
     node.gpus.1.store(true, Ordering::SeqCst);
     node.in_pod(4_000_001, 8 * GIB);

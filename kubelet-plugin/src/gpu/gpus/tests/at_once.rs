@@ -69,7 +69,7 @@ where
     let others = futures::future::join_all(others.into_iter().map(|(_, call)| call));
     let others = tokio::time::timeout(Duration::from_secs(30), others).await;
     let is_waiting = slow.iter().all(|(_, call)| !call.is_finished());
-    // Before anything fails: the end of the test waits for its threads.
+    // This comes before anything can fail: the end of the test waits for its threads.
     world.mig.hold_back(&uuid, false);
     for result in others.expect("the other GPUs waited for the slow one") {
         result.unwrap().unwrap();

@@ -131,7 +131,7 @@ async fn a_daemon_that_does_not_start_leaves_the_gpu_as_it_was() {
     nothing_is_left(&world, "refused");
 }
 
-/// Else the pod could not end.
+/// Otherwise the pod could not end.
 #[tokio::test(start_paused = true)]
 async fn a_release_without_the_supervisor_is_finished_when_it_is_back() {
     let world = World::new();
@@ -311,7 +311,7 @@ async fn a_partition_stays_until_the_supervisor_can_end_its_daemon() {
     prepare(&plugin, "b").await;
     let there = actual(&world, GPU).instances;
     assert_eq!(there.len(), 2);
-    // What is in its place, or is the whole GPU, is refused and says why.
+    // A partition in its place, or the whole GPU, is refused with the reason.
     unprepare(&plugin, "b").await;
     for (name, other) in [("c", partition("x", 0, "4g40gb-0")), ("d", whole("x", 0))] {
         world.api.put(claim(name, &[other]));

@@ -85,7 +85,7 @@ async fn a_gpu_is_refused_while_a_program_has_it_open() {
         "{error}"
     );
     nothing_is_left(&world, "refused");
-    // Nothing but an administrator makes it end.
+    // Only an administrator can end the persistence daemon.
     world.pci.is_open(Some(User::PERSISTENCE_DAEMON));
     let start = Instant::now();
     let error = refusal(&plugin, "a").await;
@@ -133,7 +133,7 @@ async fn a_gpu_that_was_divided_goes_to_vfio_whole() {
     nothing_is_left(&world, "unprepared");
 }
 
-/// After a boot the kernel's own drivers have all functions, and the addresses are other GPUs'.
+/// After a boot the kernel's own drivers have all functions, and other GPUs have the addresses.
 #[tokio::test]
 async fn a_boot_ends_it_and_the_claim_gets_the_same_gpu_again() {
     let mut world = World::new();

@@ -65,7 +65,7 @@ fn nothing_is_left(world: &World, what: &str) {
     every_slice_is(world, BEFORE, what);
 }
 
-/// Lets a process bring its GPUs to rest, as it does when the driver is ready.
+/// Lets a process settle its GPUs, as it does when the driver is ready.
 async fn settle(plugin: &Plugin) {
     let stop = CancellationToken::new();
     let settled = Arc::clone(&plugin.gpus).settle(stop.clone());
