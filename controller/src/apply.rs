@@ -208,14 +208,14 @@ impl Executor {
         let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
         let stored = status.map_or(&[][..], |status| &status.conditions);
         let condition = offered::condition(published).since(stored, self.clock.now());
-        let patch = json!({
+        let body = json!({
             "apiVersion": API_VERSION,
             "kind": "GpuNode",
             "metadata": {"name": node},
             "status": {"published": published, "conditions": [condition]},
         });
         let params = PatchParams::apply(MANAGER).force();
-        let patch = Patch::Apply(&patch);
+        let patch = Patch::Apply(&body);
         let request = self.gpu_nodes.patch_status(node, &params, &patch);
         self.send(Verb::Apply, "gpunodes/status", node, request)
             .await

@@ -104,12 +104,12 @@ impl Queue {
     /// The attempt failed: the node is due again after a wait that doubles with each failure in a row. Returns how
     /// many there were.
     pub fn failed(&mut self, node: &str, lane: Lane, now: Instant) -> u32 {
-        let failures = self.failures.entry(node.to_owned()).or_default();
+        let count = self.failures.entry(node.to_owned()).or_default();
         let wait = FIRST_RETRY
-            .saturating_mul(1 << (*failures).min(16))
+            .saturating_mul(1 << (*count).min(16))
             .min(LAST_RETRY);
-        *failures = failures.saturating_add(1);
-        let failures = *failures;
+        *count = count.saturating_add(1);
+        let failures = *count;
         self.at(node, lane, now + wait);
         failures
     }

@@ -148,8 +148,8 @@ impl World {
     }
 
     fn view(&self) -> NodeView {
-        let node = json!({"metadata": {"name": "a", "uid": "node-uid"}});
-        let node: PartialObjectMeta<Node> = serde_json::from_value(node).expect("a node");
+        let json = json!({"metadata": {"name": "a", "uid": "node-uid"}});
+        let node: PartialObjectMeta<Node> = serde_json::from_value(json).expect("a node");
         let spec = serde_json::from_str(POLICIES[self.policy]).expect("a policy");
         NodeView {
             name: "a".to_owned(),

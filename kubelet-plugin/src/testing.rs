@@ -338,15 +338,15 @@ impl World {
             &self.layout.hooks,
         );
         let metrics = Arc::<Metrics>::default();
-        let audit = audit::TrailSettings {
+        let settings = audit::TrailSettings {
             folder: self.layout.audit(),
             node: NODE.to_owned(),
             limits: self.audit_limits,
             retry: Duration::from_millis(20),
             clock: Clock::system(),
         };
-        let audit = Audit::start(Arc::clone(&self.audit_fs), audit, Arc::clone(&metrics));
-        let audit = Arc::new(audit);
+        let trail = Audit::start(Arc::clone(&self.audit_fs), settings, Arc::clone(&metrics));
+        let audit = Arc::new(trail);
         self.audits.lock().unwrap().push(Arc::downgrade(&audit));
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), audit)?;
         let ledger = Arc::new(Ledger::new(executor.recover()?));

@@ -128,12 +128,12 @@ impl Running {
     #[must_use]
     pub fn adopt(files: &Files, process: Process) -> Option<Self> {
         let pid = Pid::from_raw(process.pid)?;
-        let handle = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // Read after the descriptor is open, so that both are of one process.
         if started(pid)? != process.started {
             return None;
         }
-        let handle = Arc::new(handle);
+        let handle = Arc::new(descriptor);
         Some(Self {
             pid,
             alive: watch(&handle),
@@ -218,8 +218,8 @@ impl Running {
         let raw = i32::try_from(child.id()).unwrap_or_default();
         let pid = at(&own, Pid::from_raw(raw).ok_or_else(failed))?;
         // A child keeps its number until it is waited for, and that needs the descriptor.
-        let handle = pidfd_open(pid, PidfdFlags::empty()).map_err(Into::into);
-        let handle = Arc::new(at(&own, handle)?);
+        let descriptor = pidfd_open(pid, PidfdFlags::empty()).map_err(Into::into);
+        let handle = Arc::new(at(&own, descriptor)?);
         Ok(Self {
             process: Process {
                 pid: raw,
@@ -397,8 +397,8 @@ pub fn make_folders(files: &Files, shm_size: u64) -> Result<(), DaemonError> {
     ] {
         at(&folder, fs::create_dir_all(&folder))?;
         if folder == files.shm() && !is_mount(&folder)? {
-            let options = std::ffi::CString::new(format!("size={shm_size},mode=1777"));
-            let options = at(&folder, options.map_err(Into::into))?;
+            let text = std::ffi::CString::new(format!("size={shm_size},mode=1777"));
+            let options = at(&folder, text.map_err(Into::into))?;
             let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
             let mounted = mount("shm", &folder, "tmpfs", flags, options.as_c_str());
             at(&folder, mounted.map_err(Into::into))?;

@@ -174,7 +174,7 @@ impl Usage {
     }
 
     async fn nodes(self: &Arc<Self>, wanted: Wanted, form: Form) -> Result<Response, Refusal> {
-        let names = self.nodes.names().ok_or_else(|| {
+        let known = self.nodes.names().ok_or_else(|| {
             Refusal::new(
                 503,
                 "ServiceUnavailable",
@@ -184,7 +184,7 @@ impl Usage {
         let only = wanted.only().map(str::to_owned);
         // A page begins behind the last node of the one before it.
         let after = &wanted.continue_token;
-        let mut names: Vec<String> = names
+        let mut names: Vec<String> = known
             .into_iter()
             .filter(|name| name > after && only.as_ref().is_none_or(|only| only == name))
             .collect();

@@ -123,7 +123,7 @@ impl WaitingPod {
         let status = pod.status.as_ref();
         let text = |text: &Option<String>| text.as_deref().unwrap_or_default().into();
         let claims = spec.and_then(|spec| spec.resource_claims.as_ref());
-        let sources = claims.into_iter().flatten().filter_map(|claim| {
+        let by_claims = claims.into_iter().flatten().filter_map(|claim| {
             let name = claim.resource_claim_name.as_deref();
             let template = claim.resource_claim_template_name.as_deref();
             name.map(|it| Source::Claim(it.into()))
@@ -133,7 +133,7 @@ impl WaitingPod {
         let asks_for_class = |name: &&str| name.strip_prefix(IMPLICIT).is_some_and(names::is_class);
         let asks = resources.iter().any(asks_for_class);
         let others = resources.into_iter().filter(|it| !it.starts_with(IMPLICIT));
-        let sources = sources.chain(others.map(|it| Source::Resource(it.into())));
+        let sources = by_claims.chain(others.map(|it| Source::Resource(it.into())));
         let conditions = status.and_then(|status| status.conditions.as_ref());
         let scheduled = conditions
             .into_iter()

@@ -104,8 +104,8 @@ impl Api {
 
     async fn answer(&self, request: Request<Body>) -> Answer {
         let (parts, body) = request.into_parts();
-        let body = body.collect().await.expect("a whole body").to_bytes();
-        let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+        let bytes = body.collect().await.expect("a whole body").to_bytes();
+        let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         let query: BTreeMap<String, String> = parts
             .uri
             .query()

@@ -153,8 +153,8 @@ impl Rootfs {
             .map_or(0, |meta| meta.len().min(LONGEST_FILE));
         // One read, not one for each doubling of the buffer; the end is found in the last byte.
         let mut content = Vec::with_capacity(usize::try_from(length).unwrap_or(0) + 1);
-        let mut file = std::io::Read::take(file, LONGEST_FILE);
-        match std::io::Read::read_to_end(&mut file, &mut content) {
+        let mut limited = std::io::Read::take(file, LONGEST_FILE);
+        match std::io::Read::read_to_end(&mut limited, &mut content) {
             Ok(_) => Ok(Some(content)),
             Err(e) => Err(failed(Errno::from_io_error(&e).unwrap_or(Errno::IO))),
         }
@@ -205,8 +205,8 @@ impl Rootfs {
 
     /// The path of an open file without links, from the root.
     fn real_path(&self, fd: &OwnedFd) -> rustix::io::Result<PathBuf> {
-        let real = rustix::fs::readlink(by_descriptor(fd), Vec::new())?;
-        let real = Path::new(OsStr::from_bytes(real.as_bytes()));
+        let target = rustix::fs::readlink(by_descriptor(fd), Vec::new())?;
+        let real = Path::new(OsStr::from_bytes(target.as_bytes()));
         let inside = real.strip_prefix(&self.path).unwrap_or(real);
         Ok(Path::new("/").join(inside))
     }

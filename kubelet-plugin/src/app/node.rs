@@ -157,15 +157,15 @@ impl Node {
 
     /// Reads the journal, installs the files for containers, and makes the preparer of claims.
     pub fn claims(&self) -> anyhow::Result<Claims> {
-        let audit = audit::TrailSettings {
+        let settings = audit::TrailSettings {
             folder: self.layout.audit(),
             node: self.args.node_name.clone(),
             limits: audit::Limits::of(self.args.audit_files),
             retry: AUDIT_RETRY,
             clock: Clock::system(),
         };
-        let audit = Audit::start(Arc::clone(&self.fs), audit, Arc::clone(&self.metrics));
-        let audit = Arc::new(audit);
+        let trail = Audit::start(Arc::clone(&self.fs), settings, Arc::clone(&self.metrics));
+        let audit = Arc::new(trail);
         let fs = Arc::clone(&self.fs);
         let executor = Executor::new(fs, self.layout.clone(), Arc::clone(&audit))?;
         let ledger = Arc::new(recover(&*self.fs, &self.layout, &executor)?);

@@ -268,9 +268,9 @@ impl Preparer {
                     if plan == record.plan {
                         return Ok(record);
                     }
-                    let record = Arc::new(record.with_plan(plan));
-                    ledger.replace(Arc::clone(&record));
-                    return Ok(record);
+                    let rebuilt = Arc::new(record.with_plan(plan));
+                    ledger.replace(Arc::clone(&rebuilt));
+                    return Ok(rebuilt);
                 }
                 // Nothing of the old allocation is in use.
                 Booking::Moved(record) => {

@@ -105,8 +105,8 @@ impl ShareSampler {
             .map(|share| share.device)
             .collect();
         let sampled = self.sampler.step(now(), &shares, &mut self.nvml);
-        let coarse = self.sampler.gpus_without_processes();
-        let coarse = i64::try_from(coarse).unwrap_or(i64::MAX);
+        let gpus = self.sampler.gpus_without_processes();
+        let coarse = i64::try_from(gpus).unwrap_or(i64::MAX);
         self.metrics.gpus_without_process_utilization.set(coarse);
         self.reported.0.retain(|share, _| shares.contains(share));
         let now = Instant::now();

@@ -231,8 +231,8 @@ impl Watchdog {
         if !self.is_due(now, &devices) {
             return Vec::new();
         }
-        let nanos = now.duration_since(self.start).as_nanos();
-        let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
+        let elapsed = now.duration_since(self.start);
+        let nanos = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
         let is_key = |key: &str| devices.contains_key(key);
         let mut events = Vec::new();
         let mut pids = BTreeSet::new();

@@ -81,8 +81,8 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
             "run/shares/uid-of-a/uid-of-a-gpu-0/cap",
         ]
     );
-    let page = world.layout.share("uid-of-a", &device.key).cap;
-    let page = std::fs::read(page).unwrap();
+    let share = world.layout.share("uid-of-a", &device.key);
+    let page = std::fs::read(share.cap).unwrap();
     let cap = CapPage::decode(&page).unwrap();
     assert_eq!(
         (cap.memory_limit, cap.gpu_uuid),
@@ -105,10 +105,10 @@ async fn libraries_that_a_policy_names_go_to_new_claims_only() {
 
     let gpu = &before.plan.devices[0].gpu_uuid;
     let capped_by = serde_json::json!({"extraDriverCapabilities": ["video", "unknown"]});
-    let published = serde_json::json!({
+    let json = serde_json::json!({
         "epoch": 1, "poolGeneration": 1, "gpus": [{"uuid": gpu, "capped": capped_by}],
     });
-    let published = serde_json::from_value(published).unwrap();
+    let published = serde_json::from_value(json).unwrap();
     plugin.policy.send_replace(NodePolicy::of(&published));
     // A container of a held claim that starts again has what it had.
     let again = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
@@ -402,8 +402,8 @@ fn swapped(world: &World) -> DriverState {
 
 /// The device nodes that the claim's containers get.
 fn device_nodes(world: &World, name: &str) -> Vec<String> {
-    let spec = world.layout.claim_spec(&format!("uid-of-{name}"));
-    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(spec).unwrap()).unwrap();
+    let path = world.layout.claim_spec(&format!("uid-of-{name}"));
+    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let devices = spec["devices"].as_array().unwrap();
     let nodes = devices.iter().flat_map(|device| {
         let nodes = device["containerEdits"]["deviceNodes"].as_array();
@@ -717,11 +717,11 @@ async fn no_driver_means_an_error_with_the_way_out() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[whole("gpu", 0)]));
-    let absent = NvmlError::NotFound {
+    let not_found = NvmlError::NotFound {
         roots: "/driver-root".into(),
         searched: "/usr/lib64".into(),
     };
-    let absent = DriverState::Absent(Arc::new(DriverError::Nvml(absent)));
+    let absent = DriverState::Absent(Arc::new(DriverError::Nvml(not_found)));
     plugin.driver.send_replace(absent);
     has(
         &refusal(&plugin, "a").await,

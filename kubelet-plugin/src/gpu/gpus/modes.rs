@@ -203,8 +203,8 @@ impl Reconciliation<'_> {
                 minor,
                 partition.instance,
                 partition.compute,
-            );
-            let nodes = nodes.map_err(failed)?;
+            )
+            .map_err(failed)?;
             nodes
                 .iter()
                 .try_for_each(|node| node.make(root))

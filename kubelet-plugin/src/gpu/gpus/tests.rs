@@ -136,8 +136,8 @@ async fn a_claims_partitions_are_made_and_removed() {
         );
         let share = world.layout.share("uid-of-a", &device.key);
         let page = std::fs::read(share.cap).unwrap();
-        let page = CapPage::decode(&page).unwrap();
-        assert_eq!(page.gpu_uuid, mig.uuid, "programs see the MIG device");
+        let cap = CapPage::decode(&page).unwrap();
+        assert_eq!(cap.gpu_uuid, mig.uuid, "programs see the MIG device");
     }
     let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
     assert_eq!(
@@ -166,13 +166,13 @@ async fn the_first_share_makes_a_partition_and_the_last_removes_it() {
         let mig = device.partition.clone().unwrap().mig.unwrap();
         let share = world.layout.share(&format!("uid-of-{name}"), &device.key);
         let page = std::fs::read(share.cap).unwrap();
-        let page = CapPage::decode(&page).unwrap();
+        let cap = CapPage::decode(&page).unwrap();
         // Programs see the MIG device, and have a cap on it.
-        assert_eq!(page.gpu_uuid, mig.uuid);
-        assert_eq!(page.memory_limit, Some(15 << 30));
+        assert_eq!(cap.gpu_uuid, mig.uuid);
+        assert_eq!(cap.memory_limit, Some(15 << 30));
         assert!(share.account.exists());
-        let spec = world.layout.claim_spec(&format!("uid-of-{name}"));
-        let spec = std::fs::read_to_string(spec).unwrap();
+        let path = world.layout.claim_spec(&format!("uid-of-{name}"));
+        let spec = std::fs::read_to_string(path).unwrap();
         for minor in mig.capabilities {
             let node = format!("\"/dev/nvidia-caps/nvidia-cap{minor}\"");
             assert!(spec.contains(&node), "{spec}");

@@ -66,12 +66,12 @@ where
         .enumerate()
         .map(|(n, gpu)| (*gpu, tokio::spawn(call(format!("c{n}")))));
     let (slow, others): (Vec<_>, Vec<_>) = calls.partition(|(gpu, _)| *gpu == SLOW);
-    let others = futures::future::join_all(others.into_iter().map(|(_, call)| call));
-    let others = tokio::time::timeout(Duration::from_secs(30), others).await;
+    let joined = futures::future::join_all(others.into_iter().map(|(_, call)| call));
+    let results = tokio::time::timeout(Duration::from_secs(30), joined).await;
     let is_waiting = slow.iter().all(|(_, call)| !call.is_finished());
     // This comes before anything can fail: the end of the test waits for its threads.
     world.mig.hold_back(&uuid, false);
-    for result in others.expect("the other GPUs waited for the slow one") {
+    for result in results.expect("the other GPUs waited for the slow one") {
         result.unwrap().unwrap();
     }
     assert!(is_waiting);

@@ -78,8 +78,8 @@ async fn containers_get_the_daemons_files_and_a_page_of_limits() {
     for (device, threads) in record.plan.devices.iter().zip([25, 30]) {
         let share = world.layout.share("uid-of-a", &device.key);
         let page = std::fs::read(share.cap).unwrap();
-        let page = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
-        assert_eq!((page.mps_threads, page.cores), (Some(threads), None));
+        let cap = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
+        assert_eq!((cap.mps_threads, cap.cores), (Some(threads), None));
         assert!(share.account.exists());
     }
 }
@@ -249,8 +249,8 @@ async fn claims_share_a_partitions_daemon_and_compute_mode_stays() {
         }
         let share = world.layout.share(&uid, &format!("{uid}-x-0"));
         let page = std::fs::read(share.cap).unwrap();
-        let page = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
-        assert_eq!((page.gpu_uuid, page.mps_threads), (&*mig, Some(threads)));
+        let cap = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
+        assert_eq!((cap.gpu_uuid, cap.mps_threads), (&*mig, Some(threads)));
     }
     // Another partition of the GPU has nothing to do with it.
     world.api.put(claim("c", &[partition("x", 0, "1g10gb-0")]));
