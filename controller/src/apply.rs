@@ -186,13 +186,9 @@ impl Executor {
                     resource_version: Some(version),
                 });
                 let request = self.slices.delete(&name, &params);
-                match self
-                    .send(Verb::Delete, "resourceslices", &name, request)
-                    .await
-                {
-                    Ok(_) => Ok(Written::Deleted { name, uid }),
-                    Err(error) => Err(error),
-                }
+                self.send(Verb::Delete, "resourceslices", &name, request)
+                    .await?;
+                Ok(Written::Deleted { name, uid })
             }
         }
     }

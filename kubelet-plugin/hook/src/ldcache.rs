@@ -14,7 +14,7 @@ use std::process::{Command, Stdio};
 
 use tranche_cdi_hook::rootfs::{Rootfs, RootfsError};
 
-use crate::args::Library;
+use crate::args::CachedLibrary;
 use crate::loader_cache::LoaderCache;
 
 const CONFIGURATION: &str = "/etc/ld.so.conf";
@@ -57,7 +57,7 @@ pub enum LdcacheError {
 pub fn update(
     root: &Rootfs,
     folders: &[PathBuf],
-    libraries: &[Library],
+    libraries: &[CachedLibrary],
     ldconfig: &Path,
 ) -> Result<(), LdcacheError> {
     match configure(root, folders).and_then(|own| add(root, libraries, own)) {
@@ -120,7 +120,11 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<OwnConfiguration, Roo
 
 /// Adds the libraries to the image's own cache, or to an empty one where the image has nothing for the loader.
 /// Returns whether that could be done.
-fn add(root: &Rootfs, libraries: &[Library], own: OwnConfiguration) -> Result<bool, RootfsError> {
+fn add(
+    root: &Rootfs,
+    libraries: &[CachedLibrary],
+    own: OwnConfiguration,
+) -> Result<bool, RootfsError> {
     if root.read(Path::new(COMPAT))?.is_some() {
         // An image's own libcuda comes before the driver's.
         return Ok(false);
@@ -292,8 +296,8 @@ mod tests {
     /// No program: if ldconfig would have to run, the error says so.
     const NOWHERE: &str = "/nowhere/ldconfig";
 
-    fn library() -> [Library; 1] {
-        [Library {
+    fn library() -> [CachedLibrary; 1] {
+        [CachedLibrary {
             name: "libtranche-test.so.6".into(),
             path: "/opt/driver/lib/libtranche-test.so.6".into(),
         }]
@@ -311,7 +315,7 @@ mod tests {
             .args(["-X", "-f", "/nothing"])
             .status();
         assert!(ran.unwrap().success() && !has_it());
-        let absent = Library {
+        let absent = CachedLibrary {
             name: "libabsent.so.1".into(),
             path: "/opt/driver/lib/libabsent.so.1".into(),
         };

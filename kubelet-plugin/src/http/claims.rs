@@ -17,7 +17,7 @@ use tranche_driver::stranded::{self, Shares};
 
 use super::dcgm::Labels;
 use super::shares::ShareLabels;
-use super::watchdog::{GpuLabels, OfGpu};
+use super::watchdog::{GpuGauges, GpuLabels};
 use crate::ledger::Ledger;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -49,24 +49,24 @@ struct XidLabels {
     xid: u64,
 }
 
-type OfClaim = Family<ClaimLabels, Gauge<u64, AtomicU64>>;
+type ClaimGauges = Family<ClaimLabels, Gauge<u64, AtomicU64>>;
 
 #[derive(Debug, Default)]
 struct Series {
     info: Family<Labels, Gauge>,
-    allocated: OfClaim,
-    reserved: OfClaim,
-    used: OfClaim,
+    allocated: ClaimGauges,
+    reserved: ClaimGauges,
+    used: ClaimGauges,
     difference: Family<ShareLabels, Gauge<i64, AtomicI64>>,
-    processes: OfClaim,
-    idle: OfClaim,
+    processes: ClaimGauges,
+    idle: ClaimGauges,
     zombies: Family<ZombieLabels, Gauge<u64, AtomicU64>>,
-    readable: OfGpu,
+    readable: GpuGauges,
     xids: Family<XidLabels, Counter>,
     xid_times: Family<XidLabels, Gauge<u64, AtomicU64>>,
-    of_gpu: OfGpu,
+    gpu_processes: GpuGauges,
     slices: Family<SliceLabels, Gauge<u64, AtomicU64>>,
-    memory: OfGpu,
+    memory: GpuGauges,
 }
 
 /// The series of one scrape.
@@ -93,7 +93,7 @@ impl Series {
         if is_readable == 0 {
             return;
         }
-        let processes = self.of_gpu.get_or_create(&labels);
+        let processes = self.gpu_processes.get_or_create(&labels);
         processes.set(0);
         for share in &gpu.shares {
             processes.inc_by(share.processes.into());
@@ -138,7 +138,7 @@ impl Series {
             gpu_uuid: gpu.uuid.clone(),
         };
         // Two shares of one GPU for one request have one series, because they also add up for the container.
-        let add = |family: &OfClaim, value: u64| {
+        let add = |family: &ClaimGauges, value: u64| {
             family.get_or_create(&labels).inc_by(value);
         };
         if let Some(allocated) = share.memory.allocated {
@@ -307,7 +307,7 @@ impl Series {
         r.register(
             "gpu_processes",
             "Processes that have memory on the GPU",
-            self.of_gpu,
+            self.gpu_processes,
         );
         r.register(
             "gpu_stranded_slices",
@@ -372,7 +372,7 @@ fn stranded_of_shares(gpu: &GpuUsage, ledger: &Ledger) -> Option<u64> {
     (held.sharers > 0).then(|| stranded::of_shares(whole, held, least).stranded_memory)
 }
 
-/// The partitions of a GPU that are held, or that an administrator made.
+/// The placements of a GPU's partitions that are held, or that an administrator made.
 fn places(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Place> {
     let held = ledger.held();
     let devices = held.iter().flat_map(|record| &record.plan.devices);

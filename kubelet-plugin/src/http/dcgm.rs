@@ -23,8 +23,8 @@ const MIB: u64 = 1 << 20;
 const NVLINK_UNIT: f64 = 1000.0 * 1024.0;
 
 pub(super) type Labels = Vec<(&'static str, String)>;
-type Whole = Family<Labels, Gauge<u64, AtomicU64>>;
-type Ratio = Family<Labels, Gauge<f64, AtomicU64>>;
+type IntegerGauges = Family<Labels, Gauge<u64, AtomicU64>>;
+type FloatGauges = Family<Labels, Gauge<f64, AtomicU64>>;
 
 /// The metrics of sensors, with how each is read.
 type Sensor = (&'static str, &'static str, fn(&GpuUsage) -> Option<f64>);
@@ -182,20 +182,23 @@ fn name_of(measure: Measure) -> (&'static str, &'static str, f64) {
 /// The series of one scrape.
 #[derive(Debug, Default)]
 struct Series {
-    sensors: Vec<Ratio>,
-    measures: Vec<Ratio>,
-    used: Whole,
-    free: Whole,
-    total: Whole,
-    xids: Whole,
+    sensors: Vec<FloatGauges>,
+    measures: Vec<FloatGauges>,
+    used: IntegerGauges,
+    free: IntegerGauges,
+    total: IntegerGauges,
+    xids: IntegerGauges,
 }
 
 /// The series of all GPUs; those of sensors where `gpu_sensors` says so.
 pub fn registry(usage: &NodeUsage, gpu_sensors: bool) -> Registry {
     let sensors = if gpu_sensors { &SENSORS[..] } else { &[] };
     let mut series = Series {
-        sensors: sensors.iter().map(|_| Ratio::default()).collect(),
-        measures: Measure::ALL.iter().map(|_| Ratio::default()).collect(),
+        sensors: sensors.iter().map(|_| FloatGauges::default()).collect(),
+        measures: Measure::ALL
+            .iter()
+            .map(|_| FloatGauges::default())
+            .collect(),
         ..Series::default()
     };
     for gpu in &usage.gpus {
@@ -267,7 +270,7 @@ impl Series {
         };
         let used = parts(memory.used, |holder| holder.used);
         let free = parts(memory.free, |holder| holder.free.unwrap_or(0));
-        let add = |family: &Whole, labels: &Labels, value: u64| {
+        let add = |family: &IntegerGauges, labels: &Labels, value: u64| {
             family.get_or_create(labels).inc_by(value);
         };
         let mut total = memory.total / MIB;

@@ -24,7 +24,7 @@ use tranche_driver::usage::{Held, attribute};
 use tranche_node::sampler;
 use tranche_node::usage::Reader;
 
-use self::held::{LastSeen, Listed, held_of};
+use self::held::{LastListing, LastSeen, held_of};
 use crate::gpu::driver_state::DriverState;
 use crate::host::layout::Layout;
 use crate::kubelet::pod_resources::Kubelet;
@@ -64,7 +64,7 @@ pub struct UsageParts {
 #[derive(Debug)]
 pub struct Usage {
     parts: UsageParts,
-    listed: Mutex<Listed>,
+    listed: Mutex<LastListing>,
     state: Mutex<State>,
 }
 
@@ -207,7 +207,7 @@ impl Usage {
         usage
     }
 
-    fn listed(&self) -> MutexGuard<'_, Listed> {
+    fn listed(&self) -> MutexGuard<'_, LastListing> {
         self.listed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

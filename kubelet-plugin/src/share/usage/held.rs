@@ -20,13 +20,13 @@ const MISSING: u32 = 2;
 
 /// What the kubelet last listed.
 #[derive(Debug, Default)]
-pub struct Listed {
+pub struct LastListing {
     newest: Option<Arc<Listing>>,
     /// Pods of held claims that the last lists did not have, by namespace and name, and in how many.
     missing: BTreeMap<(String, String), u32>,
 }
 
-impl Listed {
+impl LastListing {
     /// Takes a list; `None` if the kubelet did not answer.
     pub fn add(&mut self, ledger: &Ledger, listing: Option<Arc<Listing>>) {
         let Some(listing) = listing else {
@@ -93,7 +93,7 @@ pub fn held_of(
     now: u64,
     ledger: &Ledger,
     layout: &Layout,
-    listed: &Listed,
+    listed: &LastListing,
     peaks: &BTreeMap<String, Peak>,
 ) -> BTreeMap<String, Vec<Held>> {
     let mut held: BTreeMap<String, Vec<Held>> = BTreeMap::new();
