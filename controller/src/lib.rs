@@ -4,7 +4,7 @@
 //!  watches ──► feed ──► index ──► queue ──► reconcile ──► step ──► apply ──► API server
 //!                         ▲                    │ pure:                          │
 //!                         │                    │ phase, plan, difference        │
-//!                         └────────────────────┴────── the watches bring ◄──────┘
+//!                         └────────────────────┴────── the watches deliver ◄────┘
 //! ```
 //!
 //! * [`feed`] watches GpuNodes, SharingPolicies, Nodes and our driver's ResourceSlices.

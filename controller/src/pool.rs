@@ -126,7 +126,7 @@ impl Memory {
         self.waiting_since = None;
     }
 
-    /// What the API server dropped, each once; empty where it stored everything.
+    /// What the API server dropped, each problem once; empty if it stored everything.
     #[must_use]
     pub fn problem(&self) -> String {
         let mut problems: Vec<_> = self.dropped.values().map(|d| d.problem.as_str()).collect();

@@ -263,7 +263,7 @@ impl World {
         self.lost.extend(self.claims.difference(&there).cloned());
     }
 
-    /// A plugin that lives asks when slices of its epoch vanished.
+    /// A running plugin asks for its slices when slices of its epoch vanished.
     fn ask(&mut self) {
         let published = self.published();
         let missing = published
@@ -510,7 +510,7 @@ proptest! {
                 prop_assert!(world.slices.is_empty());
             }
         }
-        // A broken policy that is mended.
+        // A broken policy is repaired.
         world.happen(&Happening::Policy(0));
         world.happen(&Happening::Register);
         world.happen(&Happening::Withhold(BTreeSet::new()));

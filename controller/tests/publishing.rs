@@ -512,7 +512,7 @@ async fn a_node_is_told_what_the_policies_ask_of_it() {
         ["apply gpunodes/status a"]
     );
 
-    // What was asked stays while the policy is invalid.
+    // The last valid settings stay while the policy is invalid.
     let broken = json!({
         "priority": 1, "tiers": ["capped"], "capped": {"onBypass": "Report", "memoryStep": "0"},
     });
@@ -729,7 +729,7 @@ async fn every_failure_of_a_write_converges() {
                 let _replica = cluster.replica("one");
                 let _plugin = cluster.plugin("a", FAST);
                 cluster.settle(SOON).await;
-                // A fault that nothing meets is served as it is.
+                // A fault that no request meets changes nothing.
                 let mut plan = vec![Fault::Refuse(503); nth];
                 plan.push(fault.clone());
                 cluster.api.fault(write, plan);
@@ -781,7 +781,7 @@ async fn many(nodes: u32, gpus: u32) -> (Cluster, support::cluster::Replica) {
     many_at(nodes, gpus, REQUESTS_PER_SECOND).await
 }
 
-/// The same with so many requests a second for changes that concern many nodes.
+/// The same with a limit of requests a second for changes that concern many nodes.
 async fn many_at(nodes: u32, gpus: u32, per_second: u32) -> (Cluster, support::cluster::Replica) {
     let cluster = Cluster::new();
     for i in 0..nodes {

@@ -55,7 +55,7 @@ use tranche_node::testing::{self as files, MigGpus};
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";
 
-/// Bytes that the trees of all tests at a time need, and to spare.
+/// More bytes than the trees of all tests at a time need.
 const ROOM: u64 = 256 << 20;
 
 /// A new folder, in memory where there is room. A node has hundreds of small files, a test of crashes has hundreds of nodes:
@@ -266,7 +266,7 @@ impl World {
         self.dir.path().join("proc")
     }
 
-    /// The driver, for somebody who does not die.
+    /// The driver, for calls that do not fail.
     pub fn driver(&self) -> MortalDriver {
         self.driver_for(Arc::new(HostFs))
     }
@@ -279,7 +279,7 @@ impl World {
         }
     }
 
-    /// The IOMMU groups, for somebody who dies with this file system.
+    /// The IOMMU groups, for a plugin that dies with this file system.
     pub fn groups_for(&self, fs: Arc<dyn Fs>) -> MortalGroups {
         MortalGroups {
             machine: self.pci.clone(),
@@ -607,7 +607,7 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
     }
 }
 
-/// A share of a GPU whose shares have so many percent of its memory together.
+/// A share of a GPU whose shares together have `percent` of its memory.
 pub fn oversubscribed(request: &str, minor: u32, percent: u32, memory: &str, cores: u32) -> Given {
     Given {
         device: format!("gpu-{minor:08}-capped-{percent}"),

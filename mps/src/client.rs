@@ -9,7 +9,7 @@ use crate::layout::{DeviceId, SOCKET};
 use crate::limits::Limits;
 use crate::protocol::{Answer, Command, Daemon, LONGEST, Request, VERSION};
 
-/// Longer than a daemon takes to start or to end.
+/// How long a call may take: longer than a daemon takes to start or to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Why the supervisor has not executed a command.

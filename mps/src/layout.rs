@@ -84,7 +84,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Those of a device's daemon.
+    /// The files of a device's daemon.
     #[must_use]
     pub fn of(folder: &Path, device: &DeviceId) -> Self {
         Self {

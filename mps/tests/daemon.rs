@@ -90,7 +90,7 @@ impl Supervisor {
         Files::of(self.folder.path(), &device(uuid))
     }
 
-    /// What asks a daemon, past the supervisor.
+    /// A control that asks a daemon directly, without the supervisor.
     fn control(&self, uuid: &str) -> Control {
         Control {
             program: driver().join("usr/bin/nvidia-cuda-mps-control"),

@@ -125,7 +125,7 @@ pub fn is_idle(terms: IdleRule, seen: Activity) -> bool {
     judge(Some(terms), seen).is_ok()
 }
 
-/// What happens to a claim that is idle, and for how long it has been idle; else why it is not idle.
+/// The action for an idle claim, and for how long it has been idle; or why it is not idle.
 fn judge(terms: Option<IdleRule>, seen: Activity) -> Result<(Action, Duration), Why> {
     let terms = terms.ok_or(Why::NotAsked)?;
     let idle = seen.idle.ok_or(Why::NotKnown)?;

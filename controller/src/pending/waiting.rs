@@ -88,7 +88,7 @@ pub enum Ownership {
 }
 
 impl Ownership {
-    /// That of a claim, by its spec and its allocation.
+    /// The ownership of a claim, by its spec and its allocation.
     #[must_use]
     pub fn of(claim: &ResourceClaim) -> Self {
         let status = claim.status.as_ref();

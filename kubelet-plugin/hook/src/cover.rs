@@ -124,7 +124,7 @@ pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered,
         bind(root, &library.fd, &place)?;
         covered.compat = Some(library.path);
     }
-    let mut brought = BTreeSet::new();
+    let mut covered_folders = BTreeSet::new();
     for shim in &cover.shims {
         let source = mounted(root, &shim.path)?;
         let own = shim.path.parent();
@@ -136,15 +136,14 @@ pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered,
                 continue;
             }
             bind(root, &source.fd, place)?;
-            brought.extend(place.path.parent().map(Path::to_owned));
+            covered_folders.extend(place.path.parent().map(Path::to_owned));
             covered.files.insert(place.path.clone());
         }
     }
     if covered.compat.is_none() {
-        let brought: Vec<PathBuf> = brought.into_iter().collect();
-        covered
-            .files
-            .extend(cover_companions(root, &brought, &cover.companions)?);
+        let folders: Vec<PathBuf> = covered_folders.into_iter().collect();
+        let companions = cover_companions(root, &folders, &cover.companions)?;
+        covered.files.extend(companions);
     }
     Ok(covered)
 }

@@ -84,7 +84,7 @@ impl Rootfs {
                 source,
             }
         };
-        // Nearly always it exists.
+        // It nearly always exists.
         match self.open_in(path, FOLDER) {
             Err(Errno::NOENT) => {}
             other => return other.map_err(failed("open folder")),

@@ -448,7 +448,7 @@ impl Executor {
     }
 }
 
-/// What an account counts for living processes, in bytes. The charges of dead ones are reclaimed within a second.
+/// The bytes that an account counts for living processes. The charges of dead ones are reclaimed within a second.
 fn charged(account: &Path) -> Option<u64> {
     let file = AccountFile::open(account).ok()?;
     if file.is_in_use().ok()? {

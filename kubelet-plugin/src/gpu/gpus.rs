@@ -52,7 +52,7 @@ const RETRY: Duration = Duration::from_secs(30);
 /// Why a GPU is not as its claims want it.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
-    /// What Tranche changed on it is not known.
+    /// The record of Tranche's changes on it cannot be used.
     #[error(transparent)]
     Record(#[from] RecordError),
     #[error(transparent)]
@@ -71,7 +71,7 @@ pub enum GpuError {
     /// It cannot be partitioned, or the driver does not say how.
     #[error("GPU {gpu}: the driver does not report how MIG divides it")]
     NotDivided { gpu: String },
-    /// What the driver reports of its division is invalid.
+    /// The driver reports an invalid division of it.
     #[error("GPU {gpu}: {error}")]
     Geometry { gpu: String, error: GeometryError },
     /// It cannot be bound to VFIO, or to its driver again.

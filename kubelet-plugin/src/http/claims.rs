@@ -219,7 +219,7 @@ impl Series {
         let Some(Ok(geometry)) = geometry else {
             return;
         };
-        let held = places(gpu, known, ledger);
+        let held = placements(gpu, known, ledger);
         let Ok(left) = stranded::of_partitions(&geometry, &BTreeSet::new(), &held) else {
             return;
         };
@@ -373,7 +373,7 @@ fn stranded_of_shares(gpu: &GpuUsage, ledger: &Ledger) -> Option<u64> {
 }
 
 /// The placements of a GPU's partitions that are held, or that an administrator made.
-fn places(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Place> {
+fn placements(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Place> {
     let held = ledger.held();
     let devices = held.iter().flat_map(|record| &record.plan.devices);
     let on_gpu = devices.filter(|device| device.gpu_uuid == gpu.uuid);

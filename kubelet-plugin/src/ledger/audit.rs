@@ -47,7 +47,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// So many files of 8 MiB, about 7,000 claims each.
+    /// This many files of 8 MiB, each for about 7,000 claims.
     #[must_use]
     pub const fn of(files: u32) -> Self {
         Self {
@@ -136,7 +136,7 @@ impl Audit {
         });
     }
 
-    /// A claim has its devices.
+    /// Notes that a claim has its devices.
     pub fn held(&self, record: &Record, pods: &BTreeSet<Pod>) {
         self.add(Entry::Held {
             record: record.clone(),
@@ -144,7 +144,7 @@ impl Audit {
         });
     }
 
-    /// More pods use a claim. One that was released meanwhile is left alone.
+    /// Notes that more pods use a claim. A claim that was released meanwhile is left alone.
     pub fn joined(&self, record: &Record, pods: &BTreeSet<Pod>) {
         self.add(Entry::Joined {
             record: record.clone(),
@@ -165,7 +165,7 @@ impl Audit {
         }
     }
 
-    /// The steps of a claim are undone, and its journal is removed.
+    /// Notes that the steps of a claim are undone and that its journal is removed.
     pub fn released(&self, record: &Record, ended: Ended) {
         let at_end = self.at_end().remove(&record.plan.allocation.uid);
         self.add(Entry::Released {

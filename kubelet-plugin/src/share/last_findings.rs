@@ -43,7 +43,7 @@ pub struct LastFindings {
 pub struct Ownership {
     /// By PID of the host.
     pub owners: BTreeMap<u32, Owner>,
-    /// What dead processes have left, by GPU.
+    /// The memory that dead processes have left, by GPU.
     pub zombies: BTreeMap<String, Vec<Zombie>>,
     /// The most memory that held devices used, by their keys.
     pub peaks: BTreeMap<String, Peak>,

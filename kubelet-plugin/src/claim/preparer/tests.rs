@@ -241,7 +241,7 @@ async fn a_replay_leaves_the_page_that_containers_have_mounted() {
     let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
     let inode = || std::fs::metadata(&share.cap).unwrap().ino();
     let before = inode();
-    // What the sampler writes.
+    // The sampler writes behind the limits.
     let cap = std::fs::File::options()
         .write(true)
         .open(&share.cap)

@@ -18,7 +18,7 @@ use super::{GpuError, Gpus, Reconciled, find};
 use crate::gpu::driver_state::DriverState;
 use crate::gpu::mps::MpsError;
 
-/// Most steps from any state to any other: a few per instance, and a GPU has at most 7 instances before and after.
+/// The most steps from any state to any other: a few per instance, and a GPU has at most 7 instances before and after.
 const MOST_STEPS: usize = 200;
 /// How long a change is tried again while the GPU or the instance is in use: a driver frees what a process had a moment after the
 /// process has ended.
@@ -75,7 +75,7 @@ struct Reconciliation<'a> {
     opened: Opened,
     /// The GPU's MPS daemon, after the steps so far.
     daemon: Daemon,
-    /// Those of its partitions, by the UUIDs of their MIG devices.
+    /// The MPS daemons of its partitions, by the UUIDs of their MIG devices.
     partition_daemons: BTreeMap<String, Daemon>,
     /// Why the last of them could not be ended.
     stuck: Option<MpsError>,

@@ -346,7 +346,7 @@ fn anonymous(text: &str) -> String {
     parts.join("MIG-")
 }
 
-/// What a prepared claim has on the node: its files, its places on the GPUs, and the GPUs' daemons and compute modes.
+/// What a prepared claim has on the node: its files, its placements on the GPUs, and the GPUs' daemons and compute modes.
 #[derive(Debug, PartialEq)]
 struct Prepared {
     files: Vec<(String, String)>,

@@ -8,7 +8,7 @@ use tranche_driver::gpu_state::{NextTimeSlice, Record, next_time_slice};
 
 use super::{GpuError, Gpus};
 
-/// Most steps from any length to any other: back to the former one, the record, and to the new one.
+/// The most steps from any length to any other: back to the former one, the record, and to the new one.
 const MOST_STEPS: usize = 10;
 
 impl Gpus {

@@ -260,7 +260,7 @@ async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_its_holder() {
     ] {
         assert_eq!(sum(&text, name, &labels), wanted, "{name} {labels:?}");
     }
-    // What is not divided is there once.
+    // A value that is not divided has one series.
     for name in ["SM_CLOCK", "GPU_TEMP", "POWER_USAGE"] {
         let name = format!("DCGM_FI_DEV_{name}");
         assert_eq!(values(&text, &name, &[]).len(), 3, "{name}");

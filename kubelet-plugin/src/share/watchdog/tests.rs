@@ -75,7 +75,7 @@ impl Nvml for Gpus {
     fn processes(&self, uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
         let mut processes = self.0.lock().unwrap().0.clone();
         if self.1.load(Ordering::SeqCst) && !uuid.starts_with("MIG-") {
-            // Only its MIG devices tell.
+            // Only the MIG devices report the memory of processes.
             for process in &mut processes {
                 process.bytes = None;
             }
@@ -601,7 +601,7 @@ async fn ownerless_memory_withholds_the_gpu_after_half_a_minute() {
         "{}",
         withheld[0].message
     );
-    // Another amount is no news.
+    // Another amount changes nothing.
     node.gpus.0.lock().unwrap().1 = 3 * GIB;
     node.seconds(10);
     assert!(!unowned.has_changed().unwrap());
@@ -708,7 +708,7 @@ async fn a_broken_list_of_watched_gpus_withholds_all_until_seen_free() {
 #[tokio::test]
 async fn the_size_of_a_context_is_measured_and_used() {
     let mut node = Node::new().await;
-    // Only its context, which is larger than assumed for the share.
+    // The process holds only its context, which is larger than assumed for the share.
     node.slot(7, CONTEXT);
     node.in_pod(4_000_001, 700 << 20);
     node.seconds(2);
