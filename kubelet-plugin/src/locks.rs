@@ -29,13 +29,7 @@ pub struct LockGuard {
 impl Locks {
     /// Waits for a lock.
     pub async fn lock(self: &Arc<Self>, uid: &str) -> LockGuard {
-        let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        // Made before the wait, so that a cancelled wait is removed too.
-        let mut held = LockGuard {
-            locks: Arc::clone(self),
-            uid: uid.to_owned(),
-            guard: None,
-        };
+        let (lock, mut held) = self.entry(uid);
         held.guard = Some(lock.lock_owned().await);
         held
     }
@@ -43,25 +37,29 @@ impl Locks {
     /// Waits for a lock, on a thread that may block.
     #[must_use]
     pub fn blocking_lock(self: &Arc<Self>, uid: &str) -> LockGuard {
-        let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        LockGuard {
-            locks: Arc::clone(self),
-            uid: uid.to_owned(),
-            guard: Some(lock.blocking_lock_owned()),
-        }
+        let (lock, mut held) = self.entry(uid);
+        held.guard = Some(lock.blocking_lock_owned());
+        held
     }
 
     /// The lock, if it is free.
     #[must_use]
     pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<LockGuard> {
+        let (lock, mut held) = self.entry(uid);
+        held.guard = Some(lock.try_lock_owned().ok()?);
+        Some(held)
+    }
+
+    /// A lock, and a guard that does not hold it yet. The guard exists before the wait, so that a cancelled wait is
+    /// removed too.
+    fn entry(self: &Arc<Self>, uid: &str) -> (Arc<tokio::sync::Mutex<()>>, LockGuard) {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        let mut held = LockGuard {
+        let guard = LockGuard {
             locks: Arc::clone(self),
             uid: uid.to_owned(),
             guard: None,
         };
-        held.guard = Some(lock.try_lock_owned().ok()?);
-        Some(held)
+        (lock, guard)
     }
 
     fn table(&self) -> std::sync::MutexGuard<'_, Table> {

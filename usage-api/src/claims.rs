@@ -132,16 +132,11 @@ impl Claims {
 fn refusal(error: &kube::Error) -> Refusal {
     match error {
         kube::Error::Api(status) => {
-            let reason = match status.code {
-                400 => "BadRequest",
-                410 => "Expired",
-                429 => "TooManyRequests",
-                _ => "ServiceUnavailable",
-            };
-            let code = if reason == "ServiceUnavailable" {
-                503
-            } else {
-                status.code
+            let (code, reason) = match status.code {
+                400 => (400, "BadRequest"),
+                410 => (410, "Expired"),
+                429 => (429, "TooManyRequests"),
+                _ => (503, "ServiceUnavailable"),
             };
             Refusal::new(
                 code,
