@@ -175,7 +175,7 @@ impl Default for Metrics {
         let idle_memory = Family::default();
         all.register_with_unit(
             "idle_claims_memory",
-            "What these claims hold of GPU memory: their end would free it",
+            "GPU memory that these claims hold: their end would free it",
             Unit::Bytes,
             idle_memory.clone(),
         );
@@ -205,7 +205,7 @@ impl Default for Metrics {
         let withheld = Family::default();
         registry.register(
             "withheld_gpus",
-            "GPUs of a node of which not everything is offered that the policy asks for",
+            "GPUs of a node that are not offered in all tiers that the policy asks for",
             withheld.clone(),
         );
         let missing = Family::default();

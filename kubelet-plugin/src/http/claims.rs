@@ -253,7 +253,7 @@ impl Series {
             ),
             (
                 "claim_memory_reserved",
-                "Memory beside it for CUDA contexts, which its programs do not see",
+                "Memory for CUDA contexts beside the allocated memory, which the claim's programs do not see",
                 self.reserved,
             ),
             (
@@ -267,7 +267,7 @@ impl Series {
         }
         r.register_with_unit(
             "share_account_difference",
-            "What the share's processes hold by NVML less what its account has, which they can write",
+            "Memory of the share's processes by NVML minus that of its account, which they can write",
             Unit::Bytes,
             self.difference,
         );
