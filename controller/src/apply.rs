@@ -23,7 +23,7 @@ use crate::leader::Leadership;
 use crate::metrics::{Metrics, Outcome, Verb};
 use crate::offered::{self, News};
 use crate::pool::Write;
-use crate::withdrawn::{Held, Read, USABLE};
+use crate::withdrawn::{HeldDevices, ReadDevices, USABLE};
 
 /// The field manager of `status.published`, and the events' reporter.
 const MANAGER: &str = "tranche-controller";
@@ -186,13 +186,9 @@ impl Executor {
                     resource_version: Some(version),
                 });
                 let request = self.slices.delete(&name, &params);
-                match self
-                    .send(Verb::Delete, "resourceslices", &name, request)
-                    .await
-                {
-                    Ok(_) => Ok(Written::Deleted { name, uid }),
-                    Err(error) => Err(error),
-                }
+                self.send(Verb::Delete, "resourceslices", &name, request)
+                    .await?;
+                Ok(Written::Deleted { name, uid })
             }
         }
     }
@@ -208,14 +204,14 @@ impl Executor {
         let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
         let stored = status.map_or(&[][..], |status| &status.conditions);
         let condition = offered::condition(published).since(stored, self.clock.now());
-        let patch = json!({
+        let body = json!({
             "apiVersion": API_VERSION,
             "kind": "GpuNode",
             "metadata": {"name": node},
             "status": {"published": published, "conditions": [condition]},
         });
         let params = PatchParams::apply(MANAGER).force();
-        let patch = Patch::Apply(&patch);
+        let patch = Patch::Apply(&body);
         let request = self.gpu_nodes.patch_status(node, &params, &patch);
         self.send(Verb::Apply, "gpunodes/status", node, request)
             .await
@@ -241,8 +237,7 @@ impl Executor {
         }
     }
 
-    /// Writes an event about the object `name`. One that cannot be written is not retried: the object's status and the log say the
-    /// same.
+    /// Writes an event about the object `name`. A write that fails is not retried: the object's status and the log say the same.
     pub(crate) async fn publish(&self, name: &str, event: &Event, object: &ObjectReference) {
         let request = self.recorder.publish(event, object);
         if let Err(error) = self.send(Verb::Create, "events", name, request).await {
@@ -250,14 +245,15 @@ impl Executor {
         }
     }
 
-    /// Reads slices, each at exactly the version that is known of it.
-    pub async fn read(&self, slices: Vec<(String, String)>) -> Result<Read, ApplyError> {
-        let mut all = Read::new();
+    /// Reads slices by name and version; fails if one has another version now.
+    pub async fn read(&self, slices: Vec<(String, String)>) -> Result<ReadDevices, ApplyError> {
+        let mut all = ReadDevices::new();
         for (name, version) in slices {
             let what = || format!("read ResourceSlice {name}");
-            let slice = read(what, self.slices.get_opt(&name)).await?;
-            let slice = slice.filter(|slice| slice.resource_version().as_ref() == Some(&version));
-            let Some(slice) = slice else {
+            let stored = read(what, self.slices.get_opt(&name)).await?;
+            let has_version =
+                |slice: &ResourceSlice| slice.resource_version().as_ref() == Some(&version);
+            let Some(slice) = stored.filter(has_version) else {
                 return Err(ApplyError::Changed { what: what() });
             };
             all.insert(name, (version, slice.spec.devices.unwrap_or_default()));
@@ -265,11 +261,11 @@ impl Executor {
         Ok(all)
     }
 
-    /// Lists all claims once, and says of each of these nodes which devices of its pool claims hold.
+    /// Lists all claims once, and returns for each of these nodes the devices of its pool that claims hold.
     pub async fn held(
         &self,
         nodes: &BTreeSet<String>,
-    ) -> Result<BTreeMap<String, Held>, ApplyError> {
+    ) -> Result<BTreeMap<String, HeldDevices>, ApplyError> {
         let at = self.clock.now();
         let pools: BTreeMap<String, &String> =
             nodes.iter().map(|node| (pool(node), node)).collect();
@@ -299,7 +295,7 @@ impl Executor {
         self.metrics.listed("resourceclaims");
         // The time counts from the end of the list: otherwise a list that takes long would be too old at once.
         let until = self.clock.now() + USABLE;
-        let held = |devices| Held { devices, at, until };
+        let held = |devices| HeldDevices { devices, at, until };
         Ok(devices
             .into_iter()
             .map(|(node, devices)| (node.clone(), held(devices)))

@@ -1,13 +1,13 @@
 //! The loop: observations in, steps out.
 //!
-//! What a node itself did is answered at once. What concerns many nodes, a policy above all, is carried out at a
-//! pace, a few nodes at a time, in the order of their names: a change of all nodes takes minutes and leaves the API
-//! server to others. The claims are listed once for all nodes that ask for them.
+//! A change of one node is handled at once. A change that concerns many nodes, usually of a policy, is paced: a few
+//! nodes at a time, in the order of their names. It takes minutes for all nodes and leaves the API server free for
+//! others. The claims are listed once for all nodes that ask for them.
 //!
 //! One task owns the index and the queue, so neither needs a lock. Steps run beside it, one per node at a
 //! time and a few nodes at once. After a step the node rests until the watches have delivered what
-//! the step wrote; only then is it reconciled again. So nothing is ever decided on a copy older than our own
-//! writes, and there is no cache of writes that could lie.
+//! the step wrote; only then is it reconciled again. So no decision uses a copy that is older than our own
+//! writes, and no cache of writes is needed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -30,7 +30,7 @@ use crate::offered;
 use crate::pool::{Memory, Write};
 use crate::queue::{Lane, Pace, Queue};
 use crate::reconcile::{Evidence, Step, missing_slices, reconcile};
-use crate::withdrawn::{Held, Read};
+use crate::withdrawn::{HeldDevices, ReadDevices};
 
 /// Nodes that are worked on at once.
 const AT_ONCE: usize = 8;
@@ -40,7 +40,7 @@ const PACED_AT_ONCE: usize = 4;
 const IN_A_ROW: usize = 16;
 /// Requests a second for paced changes, where nothing else is configured.
 pub const REQUESTS_PER_SECOND: u32 = 100;
-/// How long paced changes stop when the API server has too much to do.
+/// How long paced changes stop when the API server is overloaded.
 const RELIEF: Duration = Duration::from_secs(1);
 /// How long nodes that ask for the claims are gathered before the claims are listed.
 const GATHER: Duration = Duration::from_secs(2);
@@ -72,7 +72,7 @@ struct Resting {
 /// What a step learned.
 #[derive(Debug)]
 enum Learned {
-    Read(Read),
+    Read(ReadDevices),
     PluginReady(bool),
 }
 
@@ -80,7 +80,7 @@ enum Learned {
 #[derive(Debug)]
 struct Listed {
     asked: BTreeSet<String>,
-    held: Result<BTreeMap<String, Held>, ApplyError>,
+    held: Result<BTreeMap<String, HeldDevices>, ApplyError>,
     took: Duration,
 }
 
@@ -118,7 +118,7 @@ pub struct Controller {
     index: Index,
     queue: Queue,
     memories: BTreeMap<String, Memory>,
-    /// What steps asked for, for nodes that are not at rest yet. It is used only while it is new enough.
+    /// What steps read for nodes that are not settled yet. It is used only while it is fresh.
     evidence: BTreeMap<String, Evidence>,
     pace: Pace,
     /// Nodes in the middle of a paced change.
@@ -131,8 +131,8 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// A controller that writes by `executor` while `leadership` holds, and makes so many requests a second for
-    /// changes that concern many nodes. What policies ask of idle claims goes to `asked`.
+    /// A controller that writes with `executor` while `leadership` holds. `requests_per_second` limits the requests for
+    /// changes that concern many nodes. `asked` gets what policies ask of idle claims.
     #[must_use]
     pub fn new(
         executor: Executor,
@@ -199,7 +199,7 @@ impl Controller {
         let leads = self.leadership.holds();
         self.metrics.leading(leads);
         if leads && !self.led {
-            // Everything that a standby queued while it watched would be prompt.
+            // What a standby queued while it watched would all be in the prompt lane.
             self.queue = Queue::default();
             self.mark(self.index.node_names(), true);
         }
@@ -256,9 +256,11 @@ impl Controller {
             return beat;
         }
         let prompt = self.queue.next(Lane::Prompt);
-        let paced = self.queue.next(Lane::Paced);
-        let paced = paced.map(|due| self.pace.opens().map_or(due, |open| due.max(open)));
-        let paced = paced.filter(|_| self.paced.len() < PACED_AT_ONCE);
+        let paced = self
+            .queue
+            .next(Lane::Paced)
+            .filter(|_| self.paced.len() < PACED_AT_ONCE)
+            .map(|due| self.pace.opens().map_or(due, |open| due.max(open)));
         let rested = self.resting.values().map(|r| r.until).min();
         let list = self.claims.at.filter(|_| self.claims.list.is_empty());
         let next = [prompt, paced, rested, list].into_iter().flatten().min();
@@ -354,7 +356,7 @@ impl Controller {
         if let Some(learned) = learned {
             let evidence = self.evidence.entry(node.clone()).or_default();
             match learned {
-                // The step is asked for again with what was read before, so that only what is missing is read.
+                // What was read before is kept, so that the next step reads only what is missing.
                 Learned::Read(read) => evidence.read.extend(read),
                 Learned::PluginReady(ready) => {
                     evidence.plugin_ready = Some((ready, self.executor.clock().now()));
@@ -377,8 +379,8 @@ impl Controller {
                     Lane::Prompt
                 };
                 let failures = self.queue.failed(&node, lane, now);
-                // Once or twice is a race, and the watch delivers the change. More often means that the watch
-                // does not show an object.
+                // One or two such failures are a race, and the watch delivers the change. More of them mean that the
+                // watch does not show an object.
                 if failures < 3 && matches!(error, ApplyError::Changed { .. }) {
                     tracing::debug!(node, %error, "step not finished");
                 } else {
@@ -424,8 +426,8 @@ impl Controller {
                 tracing::debug!(nodes = held.len(), took = ?listed.took, "listed the claims");
                 for (node, held) in held {
                     self.evidence.entry(node.clone()).or_default().held = Some(held);
-                    // These nodes go before those that have not begun: a list is usable for a minute, and a withdrawn device is
-                    // kept whole in memory until it is removed.
+                    // These nodes go before those that have not begun: a list can be used for a minute, and a withdrawn device
+                    // takes memory until it is removed.
                     self.queue.first(&node, Lane::Paced, now);
                 }
                 self.claims.rest_until = Some(now + listed.took * LIST_REST);
@@ -444,7 +446,6 @@ impl Controller {
     }
 }
 
-/// The metrics of a node.
 fn published(view: &NodeView) -> Option<&Published> {
     let status = view.gpu_node.as_ref()?.status.as_ref()?;
     status.published.as_ref()
@@ -461,7 +462,7 @@ async fn execute(
     let mut echoes = Vec::new();
     let mut learned = None;
     let result = match step {
-        // The list is one for all nodes.
+        // `list_claims` makes one list for all nodes.
         Step::Nothing | Step::ListClaims => Ok(()),
         Step::Slices(writes) => write_all(&executor, writes, &mut memory, &mut echoes).await,
         Step::Record(record) => match executor.record(&view, &record).await {

@@ -1,10 +1,10 @@
 //! The watches, as one stream of observations.
 //!
 //! Each watch ends and begins again with a list once or twice an hour, at a random moment, and whenever a
-//! write does not come back through it. So whatever a watch lost is found.
+//! write does not come back through it. The list finds what the watch lost.
 //!
-//! Of each object only what decisions need goes on ([`crate::known`]): the whole object lives as long as the page
-//! of the list or the event that brought it.
+//! Only the parts of an object that decisions need are passed on ([`crate::known`]); the rest is dropped with
+//! the list's page or the event.
 
 use std::collections::hash_map::RandomState;
 use std::fmt::Debug;
@@ -83,7 +83,7 @@ impl Feed {
         }
     }
 
-    /// The next observation. Pends for ever when the watches have ended.
+    /// The next observation; waits for ever when the watches have ended.
     pub async fn next(&mut self) -> Observation {
         match self.observations.recv().await {
             Some(observation) => observation,

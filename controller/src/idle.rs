@@ -7,8 +7,8 @@
 //!                     writer: condition, events, evictions ◄── decision: one step for each claim, pure
 //! ```
 //!
-//! Only the leader looks. Nothing is kept but the time of each claim's notice, and that is its condition's `lastTransitionTime`: the next
-//! leader reads it there.
+//! Only the leader looks. Its only state is the time of each claim's notice, and the claim's condition has it as `lastTransitionTime`:
+//! the next leader reads it there.
 
 pub mod asked;
 pub mod decision;

@@ -8,8 +8,8 @@
 //!  [ Slices ] ─────┘
 //! ```
 //!
-//! It is synchronous and has no client. Every event returns the nodes that must be reconciled again: no node
-//! where nothing changed that a plan depends on (a node's heartbeat).
+//! It is synchronous and has no client. Every event returns the nodes that must be reconciled again; an event
+//! that changes nothing a plan depends on (a node's heartbeat) returns no node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -130,7 +130,7 @@ impl Index {
             Observation::Slice(event) => {
                 let mut dirty = BTreeSet::new();
                 for change in self.slices.apply(event) {
-                    // `spec.nodeName` is immutable, but a name can be taken again for another node.
+                    // `spec.nodeName` is immutable, but a new slice of another node can have a deleted slice's name.
                     if let Some(before) = change.before {
                         let node = node_of(&before);
                         if let Some(names) = self.slices_by_node.get_mut(node) {
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn a_heartbeat_makes_no_work() {
+    fn a_heartbeat_marks_no_node() {
         let mut index = index();
         let heartbeat = node("a", &json!({}), 2);
         assert!(
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_policy_is_everybodys_work_when_it_says_something_new() {
+    fn a_changed_policy_marks_every_node() {
         let mut index = index();
         let dirty = index.observe(Observation::Policy(Event::Apply(policy(&json!([
             "capped"
@@ -344,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_node_is_its_own_nodes_work() {
+    fn a_gpu_node_marks_only_its_own_node() {
         let mut index = index();
         let dirty = index.observe(Observation::GpuNode(Event::Apply(gpu_node("b", 2, 2))));
         assert_eq!(names(&dirty), ["b"]);

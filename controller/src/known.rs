@@ -1,8 +1,8 @@
 //! What the controller keeps of the objects that it watches: what decisions need, and no more.
 //!
-//! A node of 8 GPUs has 9 ResourceSlices, some 200 KB as typed objects. The controller compares what
-//! is stored with what is planned, for which a digest is enough, and identifies devices; all of a
-//! device is needed only where it is no longer offered, and is read again then.
+//! A node of 8 GPUs has 9 ResourceSlices, some 200 KB as typed objects. To compare what is stored with
+//! what is planned, the controller needs a digest and the devices' identities. It needs a whole device
+//! only when that is no longer offered, and reads it again then.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -41,27 +41,27 @@ pub struct KnownSlice {
     pub count: i64,
     /// The rest of the spec.
     pub content: Digest,
-    /// Its devices that are ours.
+    /// Our devices in it.
     pub devices: Box<[KnownDevice]>,
     owners: u64,
-    /// Labels, annotations and finalizers, which are others'; kept when the slice is replaced.
+    /// Labels, annotations and finalizers, which others wrote; a replacement keeps them.
     others: Option<Box<ObjectMeta>>,
 }
 
 #[derive(Clone, Debug)]
 pub struct KnownDevice {
     pub identity: PublishedDevice,
-    /// Where it is closed to new claims because it is no longer offered.
+    /// Set if it is no longer offered and therefore closed to new claims.
     pub withdrawn: Option<Box<Withdrawn>>,
 }
 
-/// A device that is no longer offered. There are few of these, so that all of it is kept.
+/// A device that is no longer offered. There are few of these, so all of it is kept.
 #[derive(Clone, Debug)]
 pub struct Withdrawn {
     /// When it was tainted; the API server fills the time in.
     pub at: Timestamp,
-    /// The device as JSON, deflated: some 3 percent of what the typed one takes. With two such devices on each of 6,000 nodes,
-    /// plain JSON takes 20 MiB more.
+    /// The device as deflated JSON, some 3 percent of the typed one's size. With two such devices on each of 6,000 nodes, plain
+    /// JSON takes 20 MiB more.
     packed: Box<[u8]>,
 }
 
@@ -72,14 +72,14 @@ impl Withdrawn {
         Some(encoder.finish().ok()?.into_boxed_slice())
     }
 
-    /// The device; `None` where it is not what was packed.
+    /// The device; `None` if it cannot be unpacked.
     fn device(&self) -> Option<Device> {
         serde_json::from_reader(DeflateDecoder::new(&*self.packed)).ok()
     }
 }
 
 impl KnownDevice {
-    /// The device with all of it where that is known.
+    /// The device, with its content if that is kept.
     #[must_use]
     pub fn published(&self) -> PublishedDevice {
         PublishedDevice {
@@ -154,7 +154,7 @@ fn known_device(device: &Device) -> Option<KnownDevice> {
         .find(|taint| taint.key == taint::WITHDRAWN);
     let withdrawn = taint.and_then(|taint| {
         Some(Box::new(Withdrawn {
-            // A server without the field is one without taints; nothing is lost by asking the claims at once.
+            // A server that does not know this field knows no taints; then the claims may be listed at once.
             at: taint
                 .time_added
                 .as_ref()
@@ -189,7 +189,7 @@ pub fn kept<K, L>(event: Event<K>, keep: impl Fn(K) -> L) -> Event<L> {
     }
 }
 
-/// A GpuNode without what the controller does not read. Of its managed fields the time of the plugin's last write stays.
+/// A GpuNode with only what the controller reads. Its managed fields keep only the time of the plugin's last write.
 #[must_use]
 pub fn trimmed_gpu_node(mut node: GpuNode) -> GpuNode {
     if let Some(fields) = &mut node.metadata.managed_fields {
@@ -225,7 +225,7 @@ pub fn trimmed_policy(mut policy: SharingPolicy) -> SharingPolicy {
     policy
 }
 
-/// What a local copy is ordered and compared by.
+/// The name and the version by which a local copy is ordered and compared.
 pub trait Stored {
     fn name(&self) -> &str;
     /// `metadata.resourceVersion`, if there is one.
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn a_replacement_keeps_what_others_wrote_and_nothing_of_the_server() {
+    fn a_replacement_keeps_fields_of_others_but_not_of_the_server() {
         let known = slice(|slice| {
             slice["metadata"]["labels"] = json!({"team": "a"});
             slice["metadata"]["annotations"] = json!({"note": "b"});
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn of_managed_fields_only_the_plugins_time_is_kept() {
+    fn only_the_plugins_time_is_kept_of_managed_fields() {
         let node: GpuNode = serde_json::from_value(json!({
             "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode", "spec": {},
             "metadata": {"name": "a", "annotations": {"x": "y"}, "managedFields": [
@@ -336,8 +336,8 @@ mod tests {
             ]},
         }))
         .expect("a GpuNode");
-        let fields = trimmed_gpu_node(node).metadata.managed_fields;
-        let fields = fields.expect("the plugin's");
+        let metadata = trimmed_gpu_node(node).metadata;
+        let fields = metadata.managed_fields.expect("the plugin's");
         assert_eq!(fields.len(), 1);
         assert_eq!(fields[0].fields_v1, None);
         assert!(fields[0].time.is_some());

@@ -1,9 +1,9 @@
 //! Leader election: a Lease, taken and renewed by compare-and-swap.
 //!
-//! `kube-lease-manager` was tried first. Its followers look at the lease again only when the copy they hold has
-//! expired, so that a lease given back is taken up to a whole duration later; it compares the
-//! holder's clock with its own; and it takes an expired lease by a patch without a
-//! resourceVersion, so that two followers can both believe they won. This one
+//! `kube-lease-manager` was tried first. Its followers look at the lease again only when their copy has
+//! expired, so they take a released lease up to a whole duration late; it compares the holder's clock
+//! with its own; and it takes an expired lease by a patch without a resourceVersion, so that two
+//! followers can both believe they won. This one
 //!
 //! * writes with the resourceVersion it read, so that of two contenders one gets a conflict,
 //! * measures expiry on its own monotonic clock, from when it saw the lease change, as client-go does,
@@ -88,12 +88,12 @@ pub struct Election {
 
 /// The lease as it was last seen to change.
 #[derive(Clone, Debug, Default)]
-struct Seen {
+struct ObservedLease {
     lease: Option<Lease>,
     at: Option<Instant>,
 }
 
-impl Seen {
+impl ObservedLease {
     fn update(&mut self, lease: Option<Lease>) {
         let version =
             |l: &Option<Lease>| l.as_ref().and_then(|l| l.metadata.resource_version.clone());
@@ -118,8 +118,8 @@ impl Seen {
 }
 
 impl Election {
-    /// A candidate named `identity` for the lease `name`, which holds for `duration` unless it is renewed, and how
-    /// everyone learns of the result.
+    /// A candidate named `identity` for the lease `name`, which holds for `duration` unless it is renewed, and the
+    /// result of the election, for everyone who writes.
     #[must_use]
     pub fn new(
         client: Client,
@@ -139,14 +139,14 @@ impl Election {
         (election, Leadership(receiver))
     }
 
-    /// Stands for election until told to stop, then gives the lease back.
+    /// Stands for election until `stop`, then releases the lease.
     pub async fn run(self, stop: CancellationToken) {
         let fields = format!("metadata.name={}", self.name);
         let mut events = watcher(self.api.clone(), watcher::Config::default().fields(&fields))
             .default_backoff()
             .map_err(|error| tracing::warn!(%error, "the watch of the lease failed"))
             .boxed();
-        let mut seen = Seen::default();
+        let mut seen = ObservedLease::default();
         loop {
             let now = Instant::now();
             let wake = match seen.holder(now) {
@@ -187,7 +187,7 @@ impl Election {
         self.release(&seen).await;
     }
 
-    async fn observe(&self, seen: &mut Seen) -> Instant {
+    async fn observe(&self, seen: &mut ObservedLease) -> Instant {
         match tokio::time::timeout(self.times.deadline, self.api.get_opt(&self.name)).await {
             Ok(Ok(lease)) => {
                 seen.update(lease);
@@ -199,7 +199,7 @@ impl Election {
     }
 
     /// Takes or renews the lease that was seen; a conflict means that somebody was faster.
-    async fn take(&self, seen: &mut Seen) -> Instant {
+    async fn take(&self, seen: &mut ObservedLease) -> Instant {
         let began = Instant::now();
         let mut lease = claimed(
             seen.lease.as_ref(),
@@ -228,7 +228,7 @@ impl Election {
                 Instant::now()
             }
             Ok(Err(kube::Error::Api(status))) if matches!(status.code, 404 | 409) => {
-                *seen = Seen {
+                *seen = ObservedLease {
                     // Expiry counts from when the lease was seen to change, not from now.
                     at: None,
                     lease: None,
@@ -241,7 +241,7 @@ impl Election {
     }
 
     /// Lets the other replica lead at once.
-    async fn release(&self, seen: &Seen) {
+    async fn release(&self, seen: &ObservedLease) {
         self.lost();
         let Some(lease) = &seen.lease else { return };
         let Some(spec) = &lease.spec else { return };
@@ -281,7 +281,7 @@ impl Election {
     }
 }
 
-fn is_newer(lease: &Lease, seen: &Seen) -> bool {
+fn is_newer(lease: &Lease, seen: &ObservedLease) -> bool {
     use crate::mirror::version;
     seen.lease
         .as_ref()

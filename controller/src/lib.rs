@@ -4,7 +4,7 @@
 //!  watches ──► feed ──► index ──► queue ──► reconcile ──► step ──► apply ──► API server
 //!                         ▲                    │ pure:                          │
 //!                         │                    │ phase, plan, difference        │
-//!                         └────────────────────┴────── the watches bring ◄──────┘
+//!                         └────────────────────┴────── the watches deliver ◄────┘
 //! ```
 //!
 //! * [`feed`] watches GpuNodes, SharingPolicies, Nodes and our driver's ResourceSlices.
@@ -12,12 +12,11 @@
 //! * [`reconcile`] decides one step for one node from everything that is known, with [`pool`] for the
 //!   difference between slices and [`withdrawn`] for devices that may not disappear yet.
 //! * [`apply`] executes the step; [`controller`] is the loop around all of it.
-//! * [`idle`] names claims that do nothing, and evicts their pods where a policy says so, beside all this.
+//! * [`idle`] runs beside this: it reports claims that do nothing, and evicts their pods where a policy says so.
 //! * [`pending`] counts the pods that wait for claims of our classes, where that is asked for.
 //! * [`leader`] lets one replica write. The others follow with a warm index.
 //!
-//! At steady state nobody writes: a step follows only from a difference, and differences are taken by
-//! value.
+//! In a steady state nothing is written: a step follows only from a difference between values.
 #![forbid(unsafe_code)]
 #![allow(missing_docs, reason = "only its own program and tests import it")]
 

@@ -109,20 +109,20 @@ struct WatchLabels {
 
 /// The series of families that are recorded as a whole.
 #[derive(Clone, Debug)]
-struct Known<L>(Arc<Mutex<BTreeSet<L>>>);
+struct Series<L>(Arc<Mutex<BTreeSet<L>>>);
 
-impl<L> Default for Known<L> {
+impl<L> Default for Series<L> {
     fn default() -> Self {
         Self(Arc::default())
     }
 }
 
-impl<L: Clone + Ord> Known<L> {
-    /// Takes the series that there are now, and returns those that there are no more.
+impl<L: Clone + Ord> Series<L> {
+    /// Stores the present series and returns those that are gone.
     fn replace(&self, now: BTreeSet<L>) -> Vec<L> {
-        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let gone = known.difference(&now).cloned().collect();
-        *known = now;
+        let mut before = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let gone = before.difference(&now).cloned().collect();
+        *before = now;
         gone
     }
 }
@@ -146,8 +146,8 @@ pub struct Metrics {
     idle: Family<NamespaceLabels, Gauge>,
     idle_memory: Family<NamespaceLabels, Gauge<u64, AtomicU64>>,
     /// The series that `pending` and `idle` have.
-    pending_known: Known<PendingLabels>,
-    idle_known: Known<NamespaceLabels>,
+    pending_series: Series<PendingLabels>,
+    idle_series: Series<NamespaceLabels>,
 }
 
 impl Default for Metrics {
@@ -175,7 +175,7 @@ impl Default for Metrics {
         let idle_memory = Family::default();
         all.register_with_unit(
             "idle_claims_memory",
-            "What these claims hold of GPU memory: their end would free it",
+            "GPU memory that these claims hold: their end would free it",
             Unit::Bytes,
             idle_memory.clone(),
         );
@@ -205,7 +205,7 @@ impl Default for Metrics {
         let withheld = Family::default();
         registry.register(
             "withheld_gpus",
-            "GPUs of a node of which not everything is offered that the policy asks for",
+            "GPUs of a node that are not offered in all tiers that the policy asks for",
             withheld.clone(),
         );
         let missing = Family::default();
@@ -242,8 +242,8 @@ impl Default for Metrics {
             pending_since,
             idle,
             idle_memory,
-            pending_known: Known::default(),
-            idle_known: Known::default(),
+            pending_series: Series::default(),
+            idle_series: Series::default(),
         }
     }
 }
@@ -314,7 +314,7 @@ impl Metrics {
             self.pending_since.get_or_create(&labels).set(since);
             now.insert(labels);
         }
-        for gone in self.pending_known.replace(now) {
+        for gone in self.pending_series.replace(now) {
             self.pending.remove(&gone);
             self.pending_since.remove(&gone);
         }
@@ -332,7 +332,7 @@ impl Metrics {
             self.idle_memory.get_or_create(&labels).set(*memory);
             now.insert(labels);
         }
-        for gone in self.idle_known.replace(now) {
+        for gone in self.idle_series.replace(now) {
             self.idle.remove(&gone);
             self.idle_memory.remove(&gone);
         }

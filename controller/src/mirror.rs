@@ -114,7 +114,7 @@ impl<K: Stored> Mirror<K> {
         }
     }
 
-    /// Whether a first list was complete.
+    /// Whether the first list is complete.
     #[must_use]
     pub fn synced(&self) -> bool {
         self.synced

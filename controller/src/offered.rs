@@ -94,12 +94,12 @@ fn action(what: &str, gpu: &str) -> String {
 
 fn text(entry: &WithheldGpu) -> String {
     let tiers: Vec<_> = entry.tiers.iter().map(|tier| tier.as_str()).collect();
-    let tiers = match &tiers[..] {
+    let where_not = match &tiers[..] {
         [] => String::new(),
         tiers => format!(" in the tier {}", tiers.join(", ")),
     };
     format!(
-        "GPU {} is not offered{tiers} ({}): {}",
+        "GPU {} is not offered{where_not} ({}): {}",
         entry.gpu, entry.reason, entry.message
     )
 }

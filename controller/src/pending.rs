@@ -5,7 +5,7 @@
 //! Deployment name one template, so that thousands of them cost one request. A claim that a pod names itself, which others may
 //! share, is read again twice a minute: it may have devices by then.
 //!
-//! Instead of a claim a pod may ask for a resource for which a DeviceClass stands; it is looked for among the classes.
+//! Instead of a claim, a pod may ask for a resource that a DeviceClass stands for; the class is looked up among all classes.
 //!
 //! Both replicas count: the numbers are the same, and a change of the leader leaves no gap.
 
@@ -27,7 +27,7 @@ use tranche_driver::extended_resources;
 
 use crate::known::kept;
 use crate::metrics::Metrics;
-use waiting::{Known, MOST, Pending, Source, Waiting, whose};
+use waiting::{MOST, Ownership, Pending, Source, WaitingPod, ownership};
 
 /// Pods in one page of a list; a page is held whole while it is read.
 const PAGE: u32 = 50;
@@ -35,7 +35,7 @@ const PAGE: u32 = 50;
 const RENEW: Duration = Duration::from_secs(1);
 /// Claims and templates that are read in one renewal.
 const READS: usize = 20;
-/// After how many renewals what may have changed is read again.
+/// After how many renewals the sources that may have changed are read again.
 const READ_AGAIN: u32 = 30;
 
 /// Watches the pods and keeps `metrics` true until `stop`.
@@ -56,7 +56,7 @@ pub async fn watch(client: Client, metrics: Metrics, stop: CancellationToken) {
                     if matches!(event, Event::InitDone) {
                         metrics.listed("pods");
                     }
-                    pending.apply(kept(event, |pod| Waiting::of(&pod)));
+                    pending.apply(kept(event, |pod| WaitingPod::of(&pod)));
                     changed = true;
                 }
                 Some(Err(error)) => {
@@ -96,12 +96,16 @@ async fn read(client: &Client, pending: &mut Pending) -> bool {
             Source::Resource(name) => classes_of(client, &mut classes).await.map(|classes| {
                 let class = extended_resources::class_of(name, classes);
                 let is_ours = class.is_some_and(is_ours);
-                Some(if is_ours { Known::Ours } else { Known::Others })
+                Some(if is_ours {
+                    Ownership::Ours
+                } else {
+                    Ownership::Others
+                })
             }),
             Source::Claim(name) => {
                 let claims = Api::<ResourceClaim>::namespaced(client.clone(), &namespace);
                 let claim = claims.get_opt(name).await;
-                claim.map(|it| it.map(|it| Known::of(&it)))
+                claim.map(|it| it.map(|it| Ownership::of(&it)))
             }
             Source::Template(name) => {
                 let templates =
@@ -109,13 +113,13 @@ async fn read(client: &Client, pending: &mut Pending) -> bool {
                 let template = templates.get_opt(name).await;
                 template.map(|it| {
                     let devices = |it: ResourceClaimTemplate| it.spec?.spec?.devices;
-                    it.map(|it| whose(devices(it).as_ref()))
+                    it.map(|it| ownership(devices(it).as_ref()))
                 })
             }
         };
         match found {
             Ok(known) => {
-                pending.learn(namespace, source, known.unwrap_or(Known::Missing));
+                pending.learn(namespace, source, known.unwrap_or(Ownership::Missing));
             }
             Err(error) => {
                 tracing::warn!(%namespace, ?source, %error, "cannot read what a pending pod claims; asked again");

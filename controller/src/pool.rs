@@ -16,8 +16,8 @@ use tranche_driver::slices::{self, Digest, SlicePlan};
 
 use crate::known::KnownSlice;
 
-/// How long the rest of a pool stays after a part of it was removed. The kubelet deletes a pool faster, and
-/// a running plugin requests the slices faster.
+/// How long the rest of a pool stays after a part of it was removed. The kubelet takes less to delete a pool, and
+/// a running plugin takes less to request the slices.
 const LEFTOVERS: SignedDuration = SignedDuration::from_secs(5);
 
 /// What is wrong where the API server stores only a part of `status.published`.
@@ -115,18 +115,18 @@ impl Memory {
                 .is_some_and(|(asked, answer)| asked == wanted && answer == stored)
     }
 
-    /// A recorded slice is missing: how long to leave what is left where it is.
+    /// Notes that a recorded slice is missing; returns how long the other slices stay.
     pub fn waiting(&mut self, now: Timestamp) -> Duration {
         let since = *self.waiting_since.get_or_insert(now);
         Duration::try_from(since + LEFTOVERS - now).unwrap_or(Duration::ZERO)
     }
 
-    /// No recorded slice is missing, or all are.
+    /// Notes that no recorded slice is missing, or that all are.
     pub fn not_waiting(&mut self) {
         self.waiting_since = None;
     }
 
-    /// What the API server dropped, each once; empty where it stored everything.
+    /// What the API server dropped, each problem once; empty if it stored everything.
     #[must_use]
     pub fn problem(&self) -> String {
         let mut problems: Vec<_> = self.dropped.values().map(|d| d.problem.as_str()).collect();
@@ -153,7 +153,7 @@ impl Memory {
     }
 }
 
-/// How a pool gets from what it is to what it should be.
+/// The writes that make a pool what it should be.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Difference {
     /// The generation of the pool once `writes` are done.
@@ -164,8 +164,8 @@ pub struct Difference {
     pub obsolete: Vec<Write>,
 }
 
-/// Compares the slices that are with those that should be. `published` is the last publication, which gives the generation
-/// where no slice is left; `epoch` is that of the registration.
+/// Compares the existing slices with the planned ones. `published` is the last publication, which gives the generation
+/// where no slice is left.
 #[must_use]
 pub fn difference(
     plan: &SlicePlan,
@@ -185,8 +185,8 @@ pub fn difference(
     let count = i64::try_from(plan.slices.len()).unwrap_or(i64::MAX);
 
     let obsolete: Vec<_> = existing.iter().filter(|s| !is_planned(s)).collect();
-    // An obsolete slice of an older generation was left by an earlier change: consumers do not use it, so that its removal
-    // is no change of the pool.
+    // An obsolete slice of an older generation was left by an earlier change: consumers do not use it, so its removal
+    // does not change the pool.
     let removed = obsolete
         .iter()
         .any(|s| *s.pool == *plan.pool && Some(s.generation) == current);

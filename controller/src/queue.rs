@@ -104,12 +104,12 @@ impl Queue {
     /// The attempt failed: the node is due again after a wait that doubles with each failure in a row. Returns how
     /// many there were.
     pub fn failed(&mut self, node: &str, lane: Lane, now: Instant) -> u32 {
-        let failures = self.failures.entry(node.to_owned()).or_default();
+        let count = self.failures.entry(node.to_owned()).or_default();
         let wait = FIRST_RETRY
-            .saturating_mul(1 << (*failures).min(16))
+            .saturating_mul(1 << (*count).min(16))
             .min(LAST_RETRY);
-        *failures = failures.saturating_add(1);
-        let failures = *failures;
+        *count = count.saturating_add(1);
+        let failures = *count;
         self.at(node, lane, now + wait);
         failures
     }
@@ -150,8 +150,8 @@ impl Queue {
     }
 }
 
-/// How fast changes that concern many nodes are carried out: so many requests a second, on average. Whoever makes
-/// requests at once makes the next one wait.
+/// How fast changes that concern many nodes are carried out: so many requests a second, on average. A change of many
+/// requests makes the next one wait longer.
 #[derive(Clone, Copy, Debug)]
 pub struct Pace {
     per_second: u32,
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_in_the_middle_of_a_change_goes_before_those_that_wait_to_begin() {
+    fn a_node_amid_a_change_goes_before_those_that_wait_to_begin() {
         let now = Instant::now();
         let mut queue = Queue::default();
         for node in ["b", "c"] {

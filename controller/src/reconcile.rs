@@ -24,8 +24,8 @@
 //! A request that is older than the kubelet's patience with a plugin that is gone (this controller was
 //! away) is accepted only when the node plugin's pod is ready, because the kubelet may already have
 //! deleted the slices of a dead plugin and will not do so again. The record follows the slices and
-//! precedes the removal of obsolete ones: whatever the record names has existed, and nothing that
-//! it names is removed by us while the pool stands.
+//! precedes the removal of obsolete ones: every slice that the record names has existed, and we remove
+//! none of them while the pool stands.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -42,7 +42,7 @@ use crate::index::NodeView;
 use crate::known::{KnownSlice, PLUGIN};
 use crate::offered;
 use crate::pool::{self, Difference, Memory, Write};
-use crate::withdrawn::{self, Held, Read};
+use crate::withdrawn::{self, HeldDevices, ReadDevices};
 
 /// What to do next.
 #[derive(Clone, Debug, PartialEq)]
@@ -78,16 +78,16 @@ impl Step {
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
     /// What [`Step::ListClaims`] found.
-    pub held: Option<Held>,
+    pub held: Option<HeldDevices>,
     /// What [`Step::FindPlugin`] found, and when.
     pub plugin_ready: Option<(bool, Timestamp)>,
     /// What [`Step::ReadSlices`] read.
-    pub read: Read,
+    pub read: ReadDevices,
 }
 
 /// Evidence gets old while the node waits for its turn.
 impl Evidence {
-    fn held(&self, now: Timestamp) -> Option<&Held> {
+    fn held(&self, now: Timestamp) -> Option<&HeldDevices> {
         self.held.as_ref().filter(|held| now <= held.until)
     }
 
@@ -97,7 +97,7 @@ impl Evidence {
     }
 }
 
-/// The step, and what else is to be known.
+/// The next step, and when to decide again.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
     /// What to do next.
@@ -183,7 +183,7 @@ pub fn missing_slices(view: &NodeView) -> usize {
 }
 
 /// Whether the plugin's last write is so old that the plugin may be dead and its slices wiped already. The
-/// times are the API server's, which stamps what a field manager writes.
+/// API server records the time of each field manager's last write.
 fn is_stale(gpu_node: &GpuNode, now: Timestamp) -> bool {
     let writes = gpu_node.metadata.managed_fields.iter().flatten();
     writes
@@ -319,8 +319,8 @@ fn wait(view: &NodeView, memory: &mut Memory, now: Timestamp) -> Decision {
     }
 }
 
-/// What the policies ask of the node itself, GPU by GPU, by UUID. For a GPU with an invalid policy the last
-/// settings stay.
+/// What the policies ask of the node itself for each GPU, in the order of UUIDs. A GPU with an invalid policy
+/// keeps its last settings.
 fn node_terms(
     view: &NodeView,
     labels: &BTreeMap<String, String>,

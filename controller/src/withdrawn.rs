@@ -18,17 +18,17 @@ use tranche_driver::slices::{Content, PublishedDevice, SlicePlan};
 
 use crate::known::{KnownDevice, KnownSlice};
 
-/// How long the taint stands before the claims are asked: the scheduler's decisions take less.
+/// How long after the taint the claims are listed: a decision of the scheduler takes less.
 const GRACE: SignedDuration = SignedDuration::from_secs(10);
-/// How long after a list of the claims it may be used.
+/// How long a list of the claims may be used.
 pub const USABLE: SignedDuration = SignedDuration::from_secs(60);
-/// How often the claims are asked again while one of them holds a device: at whole minutes, so that all nodes
-/// ask at once and one list answers all.
+/// After how many seconds the claims are listed again while one of them holds a device: at whole minutes, so that
+/// all nodes ask at once and share one list.
 const RECHECK: i64 = 60;
 
 /// The devices of a node's pool that claims hold, at some time.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Held {
+pub struct HeldDevices {
     /// Names of devices.
     pub devices: BTreeSet<String>,
     /// A time before the claims were listed.
@@ -39,15 +39,15 @@ pub struct Held {
 }
 
 /// Devices that were read, by the slice's name and the version that was read.
-pub type Read = BTreeMap<String, (String, Vec<Device>)>;
+pub type ReadDevices = BTreeMap<String, (String, Vec<Device>)>;
 
-/// The published devices that the plan must not lose: all but those that are withdrawn and proved free. A device
-/// comes whole where it is withdrawn or was read.
+/// The published devices that the plan must not lose: all but those that are withdrawn and proved free. Those that
+/// are withdrawn or were read have their content.
 #[must_use]
 pub fn retained(
     existing: &[Arc<KnownSlice>],
-    held: Option<&Held>,
-    read: &Read,
+    held: Option<&HeldDevices>,
+    read: &ReadDevices,
 ) -> Vec<PublishedDevice> {
     let is_free = |device: &KnownDevice| match (&device.withdrawn, held) {
         (Some(withdrawn), Some(held)) => {
@@ -60,11 +60,11 @@ pub fn retained(
         .iter()
         .flat_map(|slice| slice.devices.iter().map(move |device| (slice, device)))
         .filter(|(_, device)| !is_free(device))
-        .map(|(slice, device)| whole(slice, device, read))
+        .map(|(slice, device)| with_content(slice, device, read))
         .collect()
 }
 
-fn whole(slice: &KnownSlice, device: &KnownDevice, read: &Read) -> PublishedDevice {
+fn with_content(slice: &KnownSlice, device: &KnownDevice, read: &ReadDevices) -> PublishedDevice {
     let mut published = device.published();
     let was_read = read
         .get(&*slice.name)
@@ -76,7 +76,7 @@ fn whole(slice: &KnownSlice, device: &KnownDevice, read: &Read) -> PublishedDevi
     published
 }
 
-/// The slices, with their versions, that have a device of which only the identity is known.
+/// The names and versions of the slices that have one of the `lacking` devices.
 #[must_use]
 pub fn unread(existing: &[Arc<KnownSlice>], lacking: &[DeviceName]) -> Vec<(String, String)> {
     let lacks = |slice: &&Arc<KnownSlice>| {
@@ -104,7 +104,7 @@ pub struct Waiting {
 pub fn waiting(
     plan: &SlicePlan,
     existing: &[Arc<KnownSlice>],
-    held: Option<&Held>,
+    held: Option<&HeldDevices>,
     now: Timestamp,
 ) -> Waiting {
     let mut waiting = Waiting::default();

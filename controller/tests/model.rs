@@ -19,7 +19,7 @@ use tranche_controller::known::KnownSlice;
 use tranche_controller::offered;
 use tranche_controller::pool::{Memory, Write};
 use tranche_controller::reconcile::{Evidence, Step, reconcile};
-use tranche_controller::withdrawn::{Held, USABLE};
+use tranche_controller::withdrawn::{HeldDevices, USABLE};
 
 /// What may happen to a node.
 #[derive(Clone, Debug)]
@@ -77,7 +77,7 @@ const POLICIES: [&str; 4] = [
     r#"{"tiers": ["exclusive", "capped", "timeshared"]}"#,
     r#"{"tiers": ["exclusive"]}"#,
     r#"{"tiers": ["capped"], "capped": {"maxSharers": 4}}"#,
-    // Does not add up.
+    // An invalid policy.
     r#"{"tiers": ["capped"], "capped": {"memoryStep": "0"}}"#,
 ];
 const BROKEN: usize = 3;
@@ -148,8 +148,8 @@ impl World {
     }
 
     fn view(&self) -> NodeView {
-        let node = json!({"metadata": {"name": "a", "uid": "node-uid"}});
-        let node: PartialObjectMeta<Node> = serde_json::from_value(node).expect("a node");
+        let json = json!({"metadata": {"name": "a", "uid": "node-uid"}});
+        let node: PartialObjectMeta<Node> = serde_json::from_value(json).expect("a node");
         let spec = serde_json::from_str(POLICIES[self.policy]).expect("a policy");
         NodeView {
             name: "a".to_owned(),
@@ -263,7 +263,7 @@ impl World {
         self.lost.extend(self.claims.difference(&there).cloned());
     }
 
-    /// A plugin that lives asks when slices of its epoch vanished.
+    /// A running plugin asks for its slices when slices of its epoch vanished.
     fn ask(&mut self) {
         let published = self.published();
         let missing = published
@@ -293,7 +293,7 @@ impl World {
                 return false;
             }
             Step::ListClaims => {
-                self.evidence.held = Some(Held {
+                self.evidence.held = Some(HeldDevices {
                     devices: self.claims.clone(),
                     at: self.now,
                     until: self.now + USABLE,
@@ -334,7 +334,7 @@ impl World {
                         assert!(!asked || believed, "an old request was taken unseen");
                     }
                     self.write(write);
-                    // The leftovers of a pool of which a part was removed are not ours to keep.
+                    // We need not keep the rest of a pool after somebody removed a part of it.
                     if missing && !asked {
                         self.note_losses();
                     }
@@ -510,7 +510,7 @@ proptest! {
                 prop_assert!(world.slices.is_empty());
             }
         }
-        // A broken policy that is mended.
+        // A broken policy is repaired.
         world.happen(&Happening::Policy(0));
         world.happen(&Happening::Register);
         world.happen(&Happening::Withhold(BTreeSet::new()));

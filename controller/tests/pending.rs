@@ -19,10 +19,11 @@ const SOON: Duration = Duration::from_secs(3);
 /// The series of pending pods.
 fn series(metrics: &Metrics) -> Vec<String> {
     let text = metrics.text().expect("text");
-    let lines = text
+    let mut lines: Vec<_> = text
         .lines()
-        .filter(|line| line.starts_with("tranche_pods_pending{"));
-    let mut lines: Vec<_> = lines.map(str::to_owned).collect();
+        .filter(|line| line.starts_with("tranche_pods_pending{"))
+        .map(str::to_owned)
+        .collect();
     lines.sort();
     lines
 }
@@ -76,7 +77,7 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
     let since = r#"tranche_pods_pending_oldest_timestamp_seconds{namespace="team",reason="unallocated"} 1767225600"#;
     assert!(text.contains(since), "{text}");
 
-    // One more names a claim that is not there yet; then it is somebody else's.
+    // One more pod names a claim that is not there yet; then the claim is somebody else's.
     let own = json!([{"name": "gpu", "resourceClaimName": "own"}]);
     api.put("pods", pod("late", &own));
     sleep(SOON).await;
@@ -90,7 +91,7 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
     sleep(Duration::from_mins(1)).await;
     assert_eq!(series(&metrics), [expected]);
 
-    // One asks for a resource for which a class of ours stands, another for one that a device plugin serves.
+    // One pod asks for a resource that a class of ours stands for, another for one that a device plugin serves.
     api.put("deviceclasses", json!({
         "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass",
         "metadata": {"name": "exclusive.gpu.tranche.dev"}, "spec": {"extendedResourceName": "nvidia.com/gpu"},
@@ -124,7 +125,7 @@ async fn pods_are_counted_by_reason_while_they_wait_for_ours() {
     assert_eq!(series(&metrics), [expected, elsewhere]);
     api.remove("pods", "shares");
 
-    // What starts leaves the watch.
+    // A pod that starts leaves the watch.
     for number in 0..40 {
         api.remove("pods", &format!("ours-{number}"));
     }

@@ -314,8 +314,10 @@ fn events(cluster: &Cluster) -> Vec<(String, String)> {
 fn condition(cluster: &Cluster) -> (String, String) {
     let status = cluster.api.one("gpunodes", "a")["status"].clone();
     let all = status["conditions"].as_array().cloned().unwrap_or_default();
-    let condition = all.iter().find(|c| c["type"] == "AllOffered");
-    let condition = condition.unwrap_or_else(|| panic!("no condition AllOffered: {all:?}"));
+    let condition = all
+        .iter()
+        .find(|c| c["type"] == "AllOffered")
+        .unwrap_or_else(|| panic!("no condition AllOffered: {all:?}"));
     let text = |field: &str| condition[field].as_str().unwrap_or_default().to_owned();
     (text("status"), text("message"))
 }
@@ -375,7 +377,7 @@ async fn a_policy_is_broken_and_mended(capped: &serde_json::Value, reason: &str,
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_that_the_node_withholds_is_not_offered_until_the_node_releases_it() {
+async fn a_withheld_gpu_is_not_offered_until_the_node_releases_it() {
     let (cluster, _replica) = published().await;
     let all = cluster.devices("a");
     let uuid = cluster.api.one("gpunodes", "a")["status"]["inventory"]["gpus"][1]["uuid"].clone();
@@ -424,7 +426,7 @@ async fn with_dropped_field(field: &str, word: &str) -> (Cluster, support::clust
 }
 
 #[tokio::test(start_paused = true)]
-async fn dropped_fields_are_reported_with_their_gate_and_not_written_again() {
+async fn dropped_fields_are_reported_by_gate_and_not_written_again() {
     let (cluster, replica) =
         with_dropped_field("allowMultipleAllocations", "DRAConsumableCapacity").await;
 
@@ -483,9 +485,9 @@ async fn a_registration_alone_costs_one_write() {
 async fn a_node_is_told_what_the_policies_ask_of_it() {
     let (cluster, _replica) = published().await;
     let asked = |cluster: &Cluster| {
-        let gpus = cluster.published("a")["gpus"].clone();
-        let gpus = gpus.as_array().expect("a list").clone();
-        gpus.into_iter()
+        let published = cluster.published("a");
+        let gpus = published["gpus"].as_array().expect("a list");
+        gpus.iter()
             .map(|gpu| (gpu["policy"].clone(), gpu["capped"]["onBypass"].clone()))
             .collect::<Vec<_>>()
     };
@@ -510,7 +512,7 @@ async fn a_node_is_told_what_the_policies_ask_of_it() {
         ["apply gpunodes/status a"]
     );
 
-    // What was asked stays while the policy is invalid.
+    // The last valid settings stay while the policy is invalid.
     let broken = json!({
         "priority": 1, "tiers": ["capped"], "capped": {"onBypass": "Report", "memoryStep": "0"},
     });
@@ -595,7 +597,7 @@ fn withdrawn(cluster: &Cluster) -> Vec<String> {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_a_driver_no_device_is_offered_and_allocated_ones_stay_tainted() {
+async fn without_a_driver_only_tainted_allocated_devices_stay() {
     let (cluster, _replica) = published().await;
     cluster.api.put("resourceclaims", claim(true));
     cluster.no_driver("a");
@@ -629,7 +631,7 @@ async fn a_node_that_registers_without_a_driver_offers_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deleted_gpu_node_that_is_written_again_loses_no_allocated_device() {
+async fn a_gpu_node_that_is_recreated_loses_no_allocated_device() {
     let (cluster, _replica) = published().await;
     cluster.api.put("resourceclaims", claim(true));
     // The tier is no longer offered; the device stays for its claim.
@@ -727,7 +729,7 @@ async fn every_failure_of_a_write_converges() {
                 let _replica = cluster.replica("one");
                 let _plugin = cluster.plugin("a", FAST);
                 cluster.settle(SOON).await;
-                // A fault that nothing meets is served as it is.
+                // A fault that no request meets changes nothing.
                 let mut plan = vec![Fault::Refuse(503); nth];
                 plan.push(fault.clone());
                 cluster.api.fault(write, plan);
@@ -779,7 +781,7 @@ async fn many(nodes: u32, gpus: u32) -> (Cluster, support::cluster::Replica) {
     many_at(nodes, gpus, REQUESTS_PER_SECOND).await
 }
 
-/// The same with so many requests a second for changes that concern many nodes.
+/// The same with a limit of requests a second for changes that concern many nodes.
 async fn many_at(nodes: u32, gpus: u32, per_second: u32) -> (Cluster, support::cluster::Replica) {
     let cluster = Cluster::new();
     for i in 0..nodes {
@@ -793,7 +795,7 @@ async fn many_at(nodes: u32, gpus: u32, per_second: u32) -> (Cluster, support::c
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_policy_change_is_bounded_ordered_and_lets_registrations_go_first() {
+async fn a_policy_change_is_paced_in_order_and_after_registrations() {
     // A change of 8 slices is a new generation of all 9, and the record.
     let (cluster, _replica) = many(60, 8).await;
     let before = cluster.api.write_count();
@@ -831,10 +833,9 @@ async fn a_policy_change_is_bounded_ordered_and_lets_registrations_go_first() {
     }
 }
 
-/// All of a withdrawn device is kept until it is removed. The change of all nodes takes much longer than the grace of a
-/// withdrawn device.
+/// The change of all nodes takes much longer than the grace of a withdrawn device, which takes memory until it is removed.
 #[tokio::test(start_paused = true)]
-async fn nodes_in_the_middle_of_a_withdrawal_go_before_those_that_wait_to_begin() {
+async fn nodes_amid_a_withdrawal_go_before_those_that_wait_to_begin() {
     let (cluster, _replica) = many_at(60, 2, 8).await;
     cluster.policy("default", &json!({"tiers": ["exclusive"]}));
     let withdrawn = || {
@@ -890,7 +891,7 @@ async fn a_withdrawn_tier_costs_one_list_of_the_claims_for_all_nodes() {
     // The changes of 40 nodes take some seconds, so two lists may be needed.
     let lists = cluster.api.lists("resourceclaims");
     assert!((1..=3).contains(&lists), "{lists} lists of the claims");
-    // All of a device is read where it is no longer offered, once.
+    // A device that is no longer offered is read once.
     assert_eq!(cluster.api.gets("resourceslices") - reads, 80);
 
     // While claims hold devices, one list a minute for both nodes.
@@ -910,7 +911,7 @@ async fn a_withdrawn_tier_costs_one_list_of_the_claims_for_all_nodes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_list_of_the_claims_that_fails_is_tried_again_and_loses_no_device() {
+async fn a_failed_list_of_the_claims_is_retried_and_loses_no_device() {
     let (cluster, _replica) = published().await;
     cluster.api.put("resourceclaims", claim(true));
     cluster

@@ -51,7 +51,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 
     let (node, senders) = Node::new(args, layout, fs, client().await?);
     let claims = node.claims()?;
-    // After the installation, which adds one and may remove others.
+    // The installation has added a shim and may have removed others.
     let shims = install::shims(&*node.fs, &node.layout.libraries())?;
 
     // The DRA service first: the kubelet may call as soon as it knows the plugin.

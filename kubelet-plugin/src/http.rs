@@ -63,7 +63,7 @@ async fn metrics(State(scrape): State<Scrape>, headers: HeaderMap) -> impl IntoR
     scrape.metrics.driver_ready.set(i64::from(ready.is_some()));
     let accept = headers.get(header::ACCEPT).and_then(|it| it.to_str().ok());
     let format = Format::negotiate(accept);
-    let text = tokio::task::spawn_blocking(move || {
+    let work = tokio::task::spawn_blocking(move || {
         let inventory = ready.as_ref().map(|ready| &ready.inventory);
         let usage = scrape.usage.get();
         format.convert(exposition(
@@ -77,14 +77,14 @@ async fn metrics(State(scrape): State<Scrape>, headers: HeaderMap) -> impl IntoR
         ))
     });
     // Fails only at shutdown.
-    let text = text.await.unwrap_or_default();
+    let text = work.await.unwrap_or_default();
     ([(header::CONTENT_TYPE, format.content_type())], text)
 }
 
 async fn usage(State(scrape): State<Scrape>) -> impl IntoResponse {
-    let json = tokio::task::spawn_blocking(move || serde_json::to_vec(&*scrape.usage.get()));
+    let work = tokio::task::spawn_blocking(move || serde_json::to_vec(&*scrape.usage.get()));
     // Fails only at shutdown: a usage is text and numbers.
-    let json = json.await.ok().and_then(Result::ok).unwrap_or_default();
+    let json = work.await.ok().and_then(Result::ok).unwrap_or_default();
     ([(header::CONTENT_TYPE, "application/json")], json)
 }
 

@@ -44,7 +44,7 @@ enum Entry {
     /// Planned, and being carried out.
     Reserved(Arc<Record>),
     Held(Arc<Record>),
-    /// Being released: it still takes its place, and wants nothing of its GPUs any more.
+    /// Being released: it still counts as held, but needs nothing of its GPUs any more.
     Releasing(Arc<Record>),
     /// The journal cannot be read.
     Refused(Arc<Refusal>),
@@ -97,7 +97,7 @@ pub enum Booking {
     New(Reservation),
 }
 
-/// A plan that counts as held while it is carried out. Dropping it ends that.
+/// A plan that counts as held while it is carried out. Dropping it removes the claim, unless the claim is held by then.
 #[derive(Debug)]
 pub struct Reservation {
     ledger: Arc<Ledger>,
@@ -201,19 +201,19 @@ impl Ledger {
             .collect()
     }
 
-    /// What claims want to have of a GPU: its partitions, and its MPS daemon.
+    /// What claims need of a GPU: its partitions, and its MPS daemon.
     #[must_use]
     pub fn held_of(&self, gpu_uuid: &str) -> HeldOfGpu {
         held_of(gpu_uuid, wanting(&self.claims()))
     }
 
-    /// The lengths of a GPU's time slices that claims want to have.
+    /// The lengths of a GPU's time slices that claims want.
     #[must_use]
     pub fn time_slices(&self, gpu_uuid: &str) -> BTreeSet<Interval> {
         wanted_time_slices(gpu_uuid, wanting(&self.claims()))
     }
 
-    /// From here on a claim wants nothing of its GPUs, while what it has is taken back.
+    /// Marks a claim as being released: from here on it needs nothing of its GPUs.
     pub fn begin_release(&self, uid: &str) {
         let mut claims = self.claims();
         if let Some(entry) = claims.get_mut(uid)
@@ -343,8 +343,10 @@ impl Ledger {
         let Some(uid) = &claim.metadata.uid else {
             return;
         };
-        let pods = pods_of(claim).into_iter();
-        let pods = pods.map(|pod| (pod.uid, pod.name)).collect();
+        let pods = pods_of(claim)
+            .into_iter()
+            .map(|pod| (pod.uid, pod.name))
+            .collect();
         // The lock is held until the pods are recorded, so that no pods are recorded for a released
         // claim.
         let claims = self.claims();
@@ -360,7 +362,7 @@ impl Ledger {
         self.all_pods().get(uid).cloned().unwrap_or_default()
     }
 
-    /// Only the names, sorted.
+    /// The names of these pods, sorted.
     #[must_use]
     pub fn pods(&self, uid: &str) -> Vec<String> {
         let mut names: Vec<_> = self.pod_uids(uid).into_values().collect();
@@ -395,7 +397,7 @@ impl Ledger {
     }
 }
 
-/// The plans of the claims that want something of their GPUs.
+/// The plans of the claims that need something of their GPUs.
 fn wanting(claims: &BTreeMap<String, Entry>) -> impl Iterator<Item = &PreparationPlan> {
     claims.values().filter_map(|entry| match entry {
         Entry::Held(record) | Entry::Reserved(record) => Some(&record.plan),
@@ -499,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reservation_is_in_the_way_but_not_held_and_ends_with_its_owner() {
+    fn a_reservation_blocks_without_holding_and_ends_with_its_owner() {
         let ledger = Arc::new(Ledger::default());
         let mut released = ledger.releases();
         let reservation = reserve(&ledger, "a");
@@ -547,7 +549,7 @@ mod tests {
             Ok::<_, Vec<String>>(plan)
         });
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
-        // Also if it could not be planned at all.
+        // It keeps the plan even if it could not be planned at all now.
         let again = ledger.book(&allocation("a"), now(), |_| Err(Vec::<String>::new()));
         assert!(matches!(again, Ok(Booking::Kept(kept)) if kept == record));
     }

@@ -19,7 +19,7 @@ pub struct Locks {
 /// A held lock; dropping it releases it. Work on another thread can own it, so that it stays locked
 /// after the waiting call was cancelled.
 #[derive(Debug)]
-pub struct Held {
+pub struct LockGuard {
     locks: Arc<Locks>,
     uid: String,
     /// `None` while waiting.
@@ -28,40 +28,38 @@ pub struct Held {
 
 impl Locks {
     /// Waits for a lock.
-    pub async fn lock(self: &Arc<Self>, uid: &str) -> Held {
-        let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        // Made before the wait, so that a cancelled wait is removed too.
-        let mut held = Held {
-            locks: Arc::clone(self),
-            uid: uid.to_owned(),
-            guard: None,
-        };
+    pub async fn lock(self: &Arc<Self>, uid: &str) -> LockGuard {
+        let (lock, mut held) = self.entry(uid);
         held.guard = Some(lock.lock_owned().await);
         held
     }
 
     /// Waits for a lock, on a thread that may block.
     #[must_use]
-    pub fn blocking_lock(self: &Arc<Self>, uid: &str) -> Held {
-        let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        Held {
-            locks: Arc::clone(self),
-            uid: uid.to_owned(),
-            guard: Some(lock.blocking_lock_owned()),
-        }
+    pub fn blocking_lock(self: &Arc<Self>, uid: &str) -> LockGuard {
+        let (lock, mut held) = self.entry(uid);
+        held.guard = Some(lock.blocking_lock_owned());
+        held
     }
 
     /// The lock, if it is free.
     #[must_use]
-    pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<Held> {
+    pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<LockGuard> {
+        let (lock, mut held) = self.entry(uid);
+        held.guard = Some(lock.try_lock_owned().ok()?);
+        Some(held)
+    }
+
+    /// A lock, and a guard that does not hold it yet. The guard exists before the wait, so that a cancelled wait is
+    /// removed too.
+    fn entry(self: &Arc<Self>, uid: &str) -> (Arc<tokio::sync::Mutex<()>>, LockGuard) {
         let lock = Arc::clone(self.table().entry(uid.to_owned()).or_default());
-        let mut held = Held {
+        let guard = LockGuard {
             locks: Arc::clone(self),
             uid: uid.to_owned(),
             guard: None,
         };
-        held.guard = Some(lock.try_lock_owned().ok()?);
-        Some(held)
+        (lock, guard)
     }
 
     fn table(&self) -> std::sync::MutexGuard<'_, Table> {
@@ -70,7 +68,7 @@ impl Locks {
     }
 }
 
-impl Drop for Held {
+impl Drop for LockGuard {
     fn drop(&mut self) {
         drop(self.guard.take());
         let mut table = self.locks.table();

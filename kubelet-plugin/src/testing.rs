@@ -29,8 +29,8 @@ use self::mps::{MortalClient, Supervisor};
 use self::vfio::{Machine, MortalGroups};
 use crate::claim::executor::Executor;
 use crate::claim::orphans::{OrphanSearch, suspicions};
-use crate::claim::preparer::{Parts, Preparer, Problem, Reporter};
-use crate::cluster::claims::Claims;
+use crate::claim::preparer::{Preparer, PreparerParts, Problem, Reporter};
+use crate::cluster::claims::ClaimReader;
 use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverState, Ready, SpecFile};
 use crate::gpu::gpus::{Gpus, Hardware};
@@ -55,7 +55,7 @@ use tranche_node::testing::{self as files, MigGpus};
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";
 
-/// Bytes that the trees of all tests at a time need, and to spare.
+/// More bytes than the trees of all tests at a time need.
 const ROOM: u64 = 256 << 20;
 
 /// A new folder, in memory where there is room. A node has hundreds of small files, a test of crashes has hundreds of nodes:
@@ -203,7 +203,7 @@ impl Plugin {
     pub async fn search(&self, world: &World, kubelet: &KubeletList) -> Search {
         let search = OrphanSearch {
             preparer: Arc::clone(&self.preparer),
-            claims: Claims::new(world.api.client()),
+            claims: ClaimReader::new(world.api.client()),
             kubelet: Arc::new(kubelet.clone()),
             reporter: Arc::clone(&self.reports) as _,
             metrics: Arc::default(),
@@ -266,7 +266,7 @@ impl World {
         self.dir.path().join("proc")
     }
 
-    /// The driver, for somebody who does not die.
+    /// The driver, for calls that do not fail.
     pub fn driver(&self) -> MortalDriver {
         self.driver_for(Arc::new(HostFs))
     }
@@ -279,7 +279,7 @@ impl World {
         }
     }
 
-    /// The IOMMU groups, for somebody who dies with this file system.
+    /// The IOMMU groups, for a plugin that dies with this file system.
     pub fn groups_for(&self, fs: Arc<dyn Fs>) -> MortalGroups {
         MortalGroups {
             machine: self.pci.clone(),
@@ -338,15 +338,15 @@ impl World {
             &self.layout.hooks,
         );
         let metrics = Arc::<Metrics>::default();
-        let audit = audit::Place {
+        let settings = audit::TrailSettings {
             folder: self.layout.audit(),
             node: NODE.to_owned(),
             limits: self.audit_limits,
             retry: Duration::from_millis(20),
             clock: Clock::system(),
         };
-        let audit = Audit::start(Arc::clone(&self.audit_fs), audit, Arc::clone(&metrics));
-        let audit = Arc::new(audit);
+        let trail = Audit::start(Arc::clone(&self.audit_fs), settings, Arc::clone(&metrics));
+        let audit = Arc::new(trail);
         self.audits.lock().unwrap().push(Arc::downgrade(&audit));
         let executor = Executor::new(Arc::clone(&fs), self.layout.clone(), audit)?;
         let ledger = Arc::new(Ledger::new(executor.recover()?));
@@ -374,7 +374,7 @@ impl World {
             },
             driver_rx.clone(),
         ));
-        let preparer = Preparer::new(Parts {
+        let preparer = Preparer::new(PreparerParts {
             pool: POOL.into(),
             spec_file: Arc::new(SpecFile::new(fs, &self.layout)),
             executor,
@@ -382,7 +382,7 @@ impl World {
             driver: driver_rx,
             others: others_rx,
             policy: policy_rx,
-            claims: Claims::new(self.api.client()),
+            claims: ClaimReader::new(self.api.client()),
             gpus: Arc::clone(&gpus),
             ledger,
             reporter: Arc::clone(&reports) as _,
@@ -520,8 +520,9 @@ impl World {
 impl World {
     fn unmount_all(&self) {
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-        let points = mounts.lines().filter_map(|line| line.split(' ').nth(4));
-        let points: Vec<_> = points
+        let points: Vec<_> = mounts
+            .lines()
+            .filter_map(|line| line.split(' ').nth(4))
             .filter(|point| Path::new(point).starts_with(self.dir.path()))
             .collect();
         for point in points.into_iter().rev() {
@@ -606,7 +607,7 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
     }
 }
 
-/// A share of a GPU whose shares have so many percent of its memory together.
+/// A share of a GPU whose shares together have `percent` of its memory.
 pub fn oversubscribed(request: &str, minor: u32, percent: u32, memory: &str, cores: u32) -> Given {
     Given {
         device: format!("gpu-{minor:08}-capped-{percent}"),

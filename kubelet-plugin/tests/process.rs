@@ -1,6 +1,6 @@
 //! The real plugin process; this process acts as the kubelet and the API server.
 //!
-//! As the real kubelet it uses the sockets that it finds, with the percent-encoded socket path as
+//! Like the real kubelet it uses the sockets that it finds, with the percent-encoded socket path as
 //! HTTP/2 authority on the registration socket.
 
 use std::collections::BTreeMap;
@@ -32,7 +32,7 @@ const TOKEN: &str = "of-a-reader";
 /// The folder of the driver, which most nodes here do not have.
 const DRIVER: &str = "driver";
 
-/// How many nodes there are, and one.
+/// The number of the next node, counted from one.
 static NODES: AtomicU8 = AtomicU8::new(1);
 
 /// A node's folders, and an API server that has nothing.
@@ -109,7 +109,7 @@ impl Node {
         self.spawn_by(Command::new(env!("CARGO_BIN_EXE_tranche-kubelet-plugin")))
     }
 
-    /// With a command that lacks the arguments.
+    /// Starts it with a command that lacks the arguments.
     fn spawn_by(&self, mut command: Command) -> Process {
         let child = command
             .env("KUBECONFIG", self.at("kubeconfig"))
@@ -236,7 +236,7 @@ async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// As grpc-go in the kubelet: `@` is not encoded, `/` is.
+/// Encodes as grpc-go does in the kubelet: `@` is not encoded, `/` is.
 fn encode_authority(path: &str) -> String {
     let escape = |b: u8| match b {
         b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' | b'.' | b'~' | b'@' => {
@@ -256,7 +256,7 @@ fn claim(uid: &str) -> Claim {
 }
 
 #[tokio::test]
-async fn the_hook_lies_apart_and_where_nothing_can_be_executed_in_the_plugins_folder() {
+async fn the_hook_is_installed_outside_the_plugins_noexec_folder() {
     let node = Node::new().await;
     {
         let _process = node.start().await;
@@ -358,7 +358,7 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
 }
 
 #[tokio::test]
-async fn sigterm_ends_it_without_a_trace_and_sigkill_does_not_hinder_the_next() {
+async fn sigterm_leaves_nothing_and_sigkill_does_not_block_the_next() {
     let node = Node::new().await;
     let mut process = node.start().await;
     process.signal(rustix::process::Signal::KILL);
@@ -380,7 +380,7 @@ async fn sigterm_ends_it_without_a_trace_and_sigkill_does_not_hinder_the_next() 
     assert!(!node.at("plugin/dra.sock").exists());
 }
 
-/// As the kubelet's own limit is a minute, in which no other instance can serve.
+/// The kubelet would wait for a minute before it ends the plugin, and no other instance could serve meanwhile.
 #[tokio::test]
 async fn a_driver_that_hangs_does_not_hinder_its_end() {
     let node = Node::new().await;

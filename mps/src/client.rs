@@ -1,4 +1,4 @@
-//! How the node plugin asks the supervisor. Each call waits for the answer: not for threads that run async tasks.
+//! The node plugin's client of the supervisor. Each call blocks its thread until the answer comes: do not call from async tasks.
 
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -9,10 +9,10 @@ use crate::layout::{DeviceId, SOCKET};
 use crate::limits::Limits;
 use crate::protocol::{Answer, Command, Daemon, LONGEST, Request, VERSION};
 
-/// Longer than a daemon takes to start or to end.
+/// How long a call may take: longer than a daemon takes to start or to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Why the supervisor has not done it.
+/// Why the supervisor has not executed a command.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// Nobody answers.
@@ -24,17 +24,17 @@ pub enum ClientError {
         path: PathBuf,
         source: io::Error,
     },
-    /// Not an answer of this protocol.
+    /// The answer is not one of this protocol.
     #[error("the MPS supervisor at {path} answers what this release does not understand: {source}")]
     Answer {
         /// Its socket.
         path: PathBuf,
         source: serde_json::Error,
     },
-    /// It says why.
+    /// The supervisor refuses, for this reason.
     #[error("MPS: {0}")]
     Refused(String),
-    /// It has done it for no device.
+    /// The answer has no daemon.
     #[error("the MPS supervisor answers without the daemon of {0}")]
     Missing(DeviceId),
 }
@@ -54,19 +54,19 @@ impl Client {
         }
     }
 
-    /// A daemon serves the device with these limits, and has answered.
+    /// Ensures that a daemon serves the device with these limits and answers.
     pub fn ensure(&self, device: DeviceId, limits: Limits) -> Result<Daemon, ClientError> {
         let missing = ClientError::Missing(device.clone());
         let daemons = self.ask(Command::Ensure { device, limits })?;
         daemons.into_iter().next().ok_or(missing)
     }
 
-    /// No daemon of Tranche serves the device.
+    /// Ensures that no daemon of Tranche serves the device.
     pub fn end(&self, device: DeviceId) -> Result<(), ClientError> {
         self.ask(Command::End { device }).map(drop)
     }
 
-    /// The daemons, as they are.
+    /// The daemons and their state.
     pub fn list(&self) -> Result<Vec<Daemon>, ClientError> {
         self.ask(Command::List)
     }

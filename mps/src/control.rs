@@ -1,8 +1,7 @@
-//! Asks a control daemon, by the driver's own program.
+//! Asks a control daemon with the driver's own program.
 //!
-//! The daemon serves one connection at a time, and turns others away. The program then fails, or it ends as if all was well and
-//! prints nothing, which is also the answer to most commands. So each command is asked together with a question that is always
-//! answered.
+//! The daemon serves one connection at a time, and turns others away. The program then fails, or it succeeds and prints nothing,
+//! which is also the answer to most commands. So each command is sent together with a question that always has an answer.
 
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -13,8 +12,7 @@ use tokio::process::Command;
 
 use crate::limits::{LimitError, Limits};
 
-/// The daemon answers within milliseconds. It serves one connection after another: a client that connects and says nothing keeps
-/// it from answering.
+/// The daemon answers within milliseconds, but a client that connects and sends nothing keeps it from answering others.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 /// A question with an answer, a number, in every state of the daemon.
@@ -47,7 +45,7 @@ pub enum ControlError {
         /// What the program printed.
         answer: String,
     },
-    /// It has turned the program away, each time.
+    /// It has turned the program away at each attempt.
     #[error(
         "{command:?}: the MPS control daemon is busy with other connections: a process may connect to it again and again"
     )]
@@ -67,12 +65,12 @@ pub struct Control {
 }
 
 impl Control {
-    /// Gives a command; returns what the daemon answers, which is nothing for most of its errors.
+    /// Gives a command and returns the daemon's answer, which is empty for most of its errors.
     pub async fn ask(&self, command: &str) -> Result<String, ControlError> {
         let mut attempt = 1;
         loop {
             match self.ask_once(command).await {
-                // There may be no daemon, too: that is known soon enough.
+                // Where there is no daemon, the attempts end soon enough.
                 Err(ControlError::Busy { .. } | ControlError::Failed { .. })
                     if attempt < ATTEMPTS =>
                 {
@@ -132,12 +130,12 @@ impl Control {
         child.wait_with_output().await
     }
 
-    /// Whether it answers.
+    /// Fails if it does not answer.
     pub async fn is_ready(&self) -> Result<(), ControlError> {
         self.has_servers().await.map(drop)
     }
 
-    /// Whether it has servers: without one it has no clients.
+    /// Whether it has servers. A daemon without a server has no clients.
     pub async fn has_servers(&self) -> Result<bool, ControlError> {
         Ok(!self.ask("get_server_list").await?.is_empty())
     }

@@ -29,19 +29,19 @@ use crate::programs::{CONTROL, LIBCUDA, Programs, SERVER};
 
 /// A daemon is ready after some tens of milliseconds.
 const START: Duration = Duration::from_secs(5);
-/// Between two looks whether it is ready.
+/// The pause between two checks whether it is ready.
 const LOOK: Duration = Duration::from_millis(5);
-/// For the daemon to end its servers, which have a second.
+/// How long the daemon may take to end its servers, which get one second.
 const END: Duration = Duration::from_secs(4);
 /// Bytes of the log that an error names.
 const LOG_TAIL: usize = 400;
-/// The daemon writes a few lines whenever it is asked, for as long as it lives, and the log is on a tmpfs.
+/// The log is on a tmpfs, and the daemon writes a few lines for each question.
 const LONGEST_LOG: u64 = 1 << 20;
 
 /// Why a daemon does not run.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// A file of it.
+    /// One of its files.
     #[error("{path}: {source}")]
     File { path: PathBuf, source: io::Error },
     /// It ended while it was started.
@@ -66,7 +66,7 @@ fn at<T>(path: &Path, result: io::Result<T>) -> Result<T, DaemonError> {
     })
 }
 
-/// What is known of a daemon after the supervisor has started again. Written before there is a process.
+/// What a restarted supervisor knows of a daemon. It is written before the process is started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Record {
@@ -76,7 +76,7 @@ pub struct Record {
     pub process: Option<Process>,
 }
 
-/// A process that is no other, even if its number is used again.
+/// A process; its start identifies it even if its number is used again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Process {
@@ -91,7 +91,7 @@ pub struct Process {
 }
 
 impl Record {
-    /// `None` if there is none.
+    /// Reads the record; `None` if there is none.
     pub fn read(files: &Files) -> Result<Option<Self>, DaemonError> {
         let path = files.record();
         match fs::read(&path) {
@@ -101,7 +101,7 @@ impl Record {
         }
     }
 
-    /// As a whole or not at all.
+    /// Writes the record as a whole or not at all.
     pub fn write(&self, files: &Files) -> Result<(), DaemonError> {
         let path = files.record();
         let new = path.with_extension("new");
@@ -116,24 +116,24 @@ impl Record {
 pub struct Running {
     process: Process,
     pid: Pid,
-    /// Of its process, whatever happens to the number.
+    /// A descriptor of its process, which stays valid if the number is used again.
     handle: Arc<OwnedFd>,
-    /// Closed at its end.
+    /// Closed when the process ends.
     alive: watch::Receiver<()>,
     control: Control,
 }
 
 impl Running {
-    /// The daemon that a supervisor before this one started, if it runs.
+    /// The daemon that an earlier supervisor started; `None` if it has ended.
     #[must_use]
     pub fn adopt(files: &Files, process: Process) -> Option<Self> {
         let pid = Pid::from_raw(process.pid)?;
-        let handle = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // Read after the descriptor is open, so that both are of one process.
         if started(pid)? != process.started {
             return None;
         }
-        let handle = Arc::new(handle);
+        let handle = Arc::new(descriptor);
         Some(Self {
             pid,
             alive: watch(&handle),
@@ -146,7 +146,7 @@ impl Running {
         })
     }
 
-    /// Starts a daemon; it has answered, with its limits set.
+    /// Starts a daemon. When this returns, it has answered and its limits are set.
     pub async fn start(
         device: &DeviceId,
         files: &Files,
@@ -154,7 +154,7 @@ impl Running {
         limits: Limits,
     ) -> Result<Self, DaemonError> {
         kill_strays(files).await;
-        // Drivers before multi-user servers take an unknown first argument for a question to a daemon, and end at once.
+        // Drivers without multi-user servers take the unknown argument for a question to a daemon, and end at once.
         let mut last = None;
         for multi_user in [true, false] {
             clear_pipes(files)?;
@@ -200,7 +200,8 @@ impl Running {
             .args(multi_user.then_some("-M"))
             .arg("-f")
             .env_clear()
-            // Where it finds its server, and the server libcuda: of the driver's folders nothing else, above all no C library.
+            // Here it finds its server, and the server finds libcuda. They find nothing else of the driver's folders, above all no C
+            // library.
             .env("PATH", files.driver())
             .env("LD_LIBRARY_PATH", files.driver())
             .env("CUDA_VISIBLE_DEVICES", device.as_str())
@@ -210,15 +211,15 @@ impl Running {
             .stdout(output)
             .stderr(errors)
             .current_dir("/")
-            // It lives on if the supervisor ends, and its servers end with it.
+            // The daemon lives on if the supervisor ends, and its servers are ended with it.
             .process_group(0);
         let child = at(&own, command.spawn())?;
         let failed = || io::Error::from(ErrorKind::NotFound);
         let raw = i32::try_from(child.id()).unwrap_or_default();
         let pid = at(&own, Pid::from_raw(raw).ok_or_else(failed))?;
-        // A child keeps its number until it is waited for, which is done by the descriptor.
-        let handle = pidfd_open(pid, PidfdFlags::empty()).map_err(Into::into);
-        let handle = Arc::new(at(&own, handle)?);
+        // A child keeps its number until it is waited for, and that needs the descriptor.
+        let descriptor = pidfd_open(pid, PidfdFlags::empty()).map_err(Into::into);
+        let handle = Arc::new(at(&own, descriptor)?);
         Ok(Self {
             process: Process {
                 pid: raw,
@@ -291,7 +292,7 @@ impl Running {
             && fs::read_link(files.driver().join(LIBCUDA)).is_ok_and(|it| it == programs.libcuda)
     }
 
-    /// What asks it.
+    /// Its control, which gives it commands.
     #[must_use]
     pub fn control(&self) -> &Control {
         &self.control
@@ -299,7 +300,7 @@ impl Running {
 
     /// Returns when its process has ended.
     pub async fn ended(&self) {
-        // Nothing is ever sent: the sender goes when it has ended.
+        // Nothing is ever sent: the sender is dropped when the process has ended.
         let _ = self.alive.clone().changed().await;
     }
 
@@ -314,14 +315,13 @@ impl Running {
         self.kill().await;
     }
 
-    /// Ends what is left of it: a server without its daemon takes no clients, and a new daemon does not know it.
+    /// Ends the daemon and its servers by force: a server without its daemon takes no clients, and a new daemon does not know it.
     pub async fn kill(self) {
-        // Before it is waited for, so that its number is still its own.
+        // The number is still its own, because nobody has waited for the process.
         let _ = kill_process_group(self.pid, Signal::KILL);
         self.ended().await;
-        // Of a process that another supervisor started there is nothing to wait for.
+        // This fails for a process that another supervisor started: it is not our child.
         let _ = waitid(WaitId::PidFd(self.handle.as_fd()), WaitIdOptions::EXITED);
-        // Its servers.
         end_group(self.pid).await;
     }
 }
@@ -330,7 +330,7 @@ impl Running {
 fn watch(process: &Arc<OwnedFd>) -> watch::Receiver<()> {
     let (sender, alive) = watch::channel(());
     let process = process.clone();
-    // A thread of its own, which ends with the process: tokio watches descriptors by unsafe code only.
+    // The thread ends with the process. tokio could watch the descriptor only with unsafe code.
     thread::spawn(move || {
         let mut descriptors = [PollFd::new(&*process, PollFlags::IN)];
         while poll(&mut descriptors, None) == Err(Errno::INTR) {}
@@ -339,7 +339,7 @@ fn watch(process: &Arc<OwnedFd>) -> watch::Receiver<()> {
     alive
 }
 
-/// Ends daemons of the device that no record names: the supervisor before this one was killed just after it had started one.
+/// Ends daemons of the device that no record names: an earlier supervisor was killed just after it had started one.
 async fn kill_strays(files: &Files) {
     let program = files.driver().join(CONTROL);
     let Ok(processes) = fs::read_dir("/proc") else {
@@ -372,7 +372,7 @@ async fn kill_strays(files: &Files) {
 async fn end_group(group: Pid) {
     let _ = kill_process_group(group, Signal::KILL);
     while rustix::process::test_kill_process_group(group).is_ok() {
-        // Init waits for them.
+        // Init reaps them.
         sleep(LOOK).await;
     }
 }
@@ -385,7 +385,7 @@ fn started(pid: Pid) -> Option<u64> {
     after_name.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
-/// Makes a device's folders, which containers get mounted; those that are there are kept.
+/// Makes a device's folders, which are mounted into containers; existing ones are kept.
 pub fn make_folders(files: &Files, shm_size: u64) -> Result<(), DaemonError> {
     for (folder, mode) in [
         // Servers run as their clients' users, and reach the daemon by its path.
@@ -397,8 +397,8 @@ pub fn make_folders(files: &Files, shm_size: u64) -> Result<(), DaemonError> {
     ] {
         at(&folder, fs::create_dir_all(&folder))?;
         if folder == files.shm() && !is_mount(&folder)? {
-            let options = std::ffi::CString::new(format!("size={shm_size},mode=1777"));
-            let options = at(&folder, options.map_err(Into::into))?;
+            let text = std::ffi::CString::new(format!("size={shm_size},mode=1777"));
+            let options = at(&folder, text.map_err(Into::into))?;
             let flags = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
             let mounted = mount("shm", &folder, "tmpfs", flags, options.as_c_str());
             at(&folder, mounted.map_err(Into::into))?;
@@ -411,14 +411,14 @@ pub fn make_folders(files: &Files, shm_size: u64) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Whether the folder is of another file system than its parent.
+/// Whether the folder is on another file system than its parent.
 fn is_mount(folder: &Path) -> Result<bool, DaemonError> {
     let device = |path: &Path| at(path, fs::metadata(path)).map(|metadata| metadata.dev());
     let parent = folder.parent().unwrap_or(folder);
     Ok(device(folder)? != device(parent)?)
 }
 
-/// Removes all of a device's files. Twice, too.
+/// Removes all of a device's files; succeeds if there are none.
 pub fn remove_folders(files: &Files) -> Result<(), DaemonError> {
     let shm = files.shm();
     if shm.exists() && is_mount(&shm)? {
@@ -431,8 +431,8 @@ pub fn remove_folders(files: &Files) -> Result<(), DaemonError> {
     }
 }
 
-/// Removes what a dead daemon left in the folder that containers have mounted: a client that still has the old lock file locked does
-/// not keep a new daemon from starting.
+/// Removes what a dead daemon left in the folder that containers have mounted: a client that still locks the old lock file must not
+/// keep a new daemon from starting.
 fn clear_pipes(files: &Files) -> Result<(), DaemonError> {
     let pipes = files.pipes();
     for entry in at(&pipes, fs::read_dir(&pipes))? {
@@ -442,7 +442,7 @@ fn clear_pipes(files: &Files) -> Result<(), DaemonError> {
     Ok(())
 }
 
-/// Links to the driver's files of now.
+/// Links to the driver's present files.
 fn link(files: &Files, programs: &Programs) -> Result<(), DaemonError> {
     for (name, target) in [
         (CONTROL, &programs.control),
@@ -464,7 +464,7 @@ pub fn shorten_log(files: &Files) -> Result<(), DaemonError> {
     let log = files.log();
     let file = at(&log, File::options().write(true).open(&log))?;
     if at(&log, file.metadata())?.len() > LONGEST_LOG {
-        // The daemon appends, so it goes on at the new end.
+        // The daemon appends, so it continues at the new end.
         at(&log, file.set_len(0))?;
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! Becomes the MPS control daemon: a process of its own, in a mount namespace of its own.
+//! Becomes the MPS control daemon, in a mount namespace of its own.
 //!
 //! The daemon, its servers and their clients must see the same files at the same paths, which the driver has compiled in. So each
 //! daemon has its device's folders at [`PIPES_IN_CONTAINER`] and [`SHM_IN_CONTAINER`], as the containers have.
@@ -14,10 +14,10 @@ use rustix::thread::UnshareFlags;
 
 use crate::layout::{PIPES_IN_CONTAINER, SHM_IN_CONTAINER};
 
-/// Why it cannot.
+/// Why the program was not executed.
 #[derive(Debug, thiserror::Error)]
 pub enum EnterError {
-    /// No namespace.
+    /// There is no mount namespace.
     #[error("cannot make a mount namespace: {0}: run the supervisor privileged")]
     Namespace(rustix::io::Errno),
     /// A folder cannot be mounted.
@@ -47,12 +47,9 @@ pub fn enter(pipes: &Path, shm: &Path, program: &Path, arguments: &[OsString]) -
 }
 
 fn prepare(pipes: &Path, shm: &Path) -> Result<(), EnterError> {
-    #[expect(
-        deprecated,
-        reason = "what makes it unsafe is UnshareFlags::FILES, of which this is none"
-    )]
+    #[expect(deprecated, reason = "it is unsafe only with UnshareFlags::FILES")]
     rustix::thread::unshare(UnshareFlags::NEWNS).map_err(EnterError::Namespace)?;
-    // What is unmounted on the host, as a driver container's root, is unmounted here too.
+    // A mount that goes away on the host, as a driver container's root, goes away here too.
     mount_change(
         "/",
         MountPropagationFlags::DOWNSTREAM | MountPropagationFlags::REC,
@@ -64,7 +61,7 @@ fn prepare(pipes: &Path, shm: &Path) -> Result<(), EnterError> {
             to,
             source,
         };
-        // The image has it, on a read-only file system.
+        // The image has the folder, and its file system is read-only.
         if !Path::new(to).is_dir() {
             std::fs::create_dir_all(to).map_err(refuse)?;
         }

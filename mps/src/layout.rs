@@ -21,7 +21,7 @@ pub const FOLDER: &str = "/run/tranche/mps";
 /// The supervisor's socket in [`FOLDER`].
 pub const SOCKET: &str = "supervisor.sock";
 
-/// The default of `CUDA_MPS_PIPE_DIRECTORY` in NVIDIA's driver: a process that lost the variable finds the daemon too.
+/// The default of `CUDA_MPS_PIPE_DIRECTORY` in NVIDIA's driver: a process without the variable finds the daemon too.
 pub const PIPES_IN_CONTAINER: &str = "/tmp/nvidia-mps";
 
 /// The driver has this path compiled in: clients and servers of driver 535 share their memory there.
@@ -48,7 +48,7 @@ impl DeviceId {
 impl TryFrom<String> for DeviceId {
     type Error = NotADevice;
 
-    /// It becomes a folder's name and a variable's value, so nothing but a UUID is taken.
+    /// It becomes a folder's name and a variable's value, so only a UUID is accepted.
     fn try_from(text: String) -> Result<Self, NotADevice> {
         let digits = text
             .strip_prefix("GPU-")
@@ -84,7 +84,7 @@ pub struct Files {
 }
 
 impl Files {
-    /// Those of a device's daemon.
+    /// The files of a device's daemon.
     #[must_use]
     pub fn of(folder: &Path, device: &DeviceId) -> Self {
         Self {

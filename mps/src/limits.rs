@@ -3,9 +3,9 @@
 //! Each container has its own, lower limits, which the shim sets in the process before the driver is called. The defaults hold for a
 //! process that runs without the shim.
 //!
-//! Set by the device's index in the daemon's own view, which is always 0: it sees one device. By UUID the daemon of driver 535
-//! answers nothing, sets nothing, and removes the limit of index 0. And it answers a wrong value with nothing, too. So each
-//! limit is read back.
+//! A limit names the device by its index in the daemon's own view, which is always 0: the daemon sees one device. To a command with
+//! a UUID the daemon of driver 535 answers nothing, sets nothing, and removes the limit of index 0. It also answers nothing to a
+//! wrong value. So each limit is read back.
 
 use serde::{Deserialize, Serialize};
 
@@ -57,7 +57,7 @@ enum Expected {
 }
 
 impl Limits {
-    /// Refuses limits that the daemon would refuse without a word.
+    /// Refuses limits that the daemon would refuse without a message.
     pub fn check(self) -> Result<Self, LimitError> {
         if !(1..=100).contains(&self.thread_percentage) {
             return Err(LimitError::ThreadPercentage(self.thread_percentage));
@@ -68,7 +68,7 @@ impl Limits {
         Ok(self)
     }
 
-    /// What sets them.
+    /// The commands that set them.
     #[must_use]
     pub fn settings(self) -> [Setting; 2] {
         // 0M removes a limit.

@@ -69,7 +69,7 @@ struct Run {
 
 fn main() -> anyhow::Result<()> {
     match Args::parse().command {
-        // Before there is a second thread.
+        // This must run before there is a second thread.
         Subcommands::Enter {
             pipes,
             shm,

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use tranche_node::layouts::{LIBRARY_FOLDERS, PROGRAM_FOLDERS, ROOTS};
 use tranche_node::root::{DriverRoot, Kind, RootError};
 
-/// The daemon, and what asks it.
+/// The daemon, and the program that gives it commands.
 pub const CONTROL: &str = "nvidia-cuda-mps-control";
-/// What the daemon starts for its first client, by its name in `PATH`.
+/// The program that the daemon starts for its first client; it finds it in `PATH`.
 pub const SERVER: &str = "nvidia-cuda-mps-server";
-/// What the server is made of.
+/// The library that the server needs.
 pub const LIBCUDA: &str = "libcuda.so.1";
 
 /// The driver's files, at the paths where this process finds them.
@@ -23,7 +23,7 @@ pub struct Programs {
     pub libcuda: PathBuf,
 }
 
-/// Why there are none.
+/// Why the programs were not found.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramsError {
     /// The root or something in it.
@@ -45,7 +45,7 @@ pub enum ProgramsError {
 /// Searches the given root of the host, or else the usual ones.
 pub fn find(host: &DriverRoot, given: Option<&Path>) -> Result<Programs, ProgramsError> {
     let roots = given.map_or_else(|| ROOTS.map(Path::new).to_vec(), |root| vec![root]);
-    // Of the root that has most of them.
+    // What is missing in the root that has most of the files.
     let mut fewest: Option<Vec<&str>> = None;
     for root in &roots {
         let Some(root) = DriverRoot::of_host(host, root)? else {

@@ -1,7 +1,7 @@
 //! What the node plugin and the supervisor say to each other: one line of JSON each way for each connection.
 //!
-//! Both sides ignore fields that they do not know. A request of a later version is refused with the version named: an older supervisor
-//! keeps its daemons, and says that it must be updated.
+//! Both sides ignore fields that they do not know. An older supervisor refuses a request of a later version: the refusal names the
+//! version and says that the supervisor must be updated. It keeps its daemons.
 
 use serde::{Deserialize, Serialize};
 
@@ -29,15 +29,15 @@ pub struct Request {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "camelCase")]
 pub enum Command {
-    /// A daemon serves the device with these limits, and has answered. Any number of times.
+    /// Ensure that a daemon serves the device with these limits and answers. It may be repeated.
     Ensure {
         device: DeviceId,
         /// The daemon's defaults.
         limits: Limits,
     },
-    /// No daemon of Tranche serves the device. Any number of times.
+    /// Ensure that no daemon of Tranche serves the device. It may be repeated.
     End { device: DeviceId },
-    /// The daemons, as they are.
+    /// List the daemons and their state.
     List,
 }
 

@@ -1,6 +1,6 @@
-//! The daemons of a node: one task for each device, which starts its daemon, watches it, and starts it again when it died.
+//! The daemons of a node: one task for each device, which starts its daemon, watches it, and starts it again when it has died.
 //!
-//! What is asked for one device waits for nothing of another.
+//! An order for one device does not wait for another device.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -20,14 +20,14 @@ use crate::protocol::{Daemon, Health};
 
 /// How often a daemon is asked whether it answers.
 const CHECK: Duration = Duration::from_secs(10);
-/// A daemon that lived shorter than this is started again later and later.
+/// If a daemon dies sooner than this, the pauses before its next starts become longer.
 const STABLE: Duration = Duration::from_secs(10);
-/// The first pause before a daemon is started that died soon; it doubles.
+/// The first pause before a daemon that died soon is started again; it doubles.
 const FIRST_PAUSE: Duration = Duration::from_millis(500);
 /// The longest such pause.
 const LAST_PAUSE: Duration = Duration::from_secs(30);
 
-/// Why a daemon is not as asked.
+/// Why an order was not executed.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
     #[error(transparent)]
@@ -43,7 +43,7 @@ pub enum SupervisorError {
     Stopping,
 }
 
-/// What it needs of the node.
+/// What the supervisor needs to know of its node.
 #[derive(Clone, Debug)]
 pub struct Node {
     /// The folder of all files.
@@ -76,7 +76,7 @@ enum Order {
 }
 
 impl Supervisor {
-    /// Adopts the daemons of the supervisor before it, and starts those that died meanwhile.
+    /// Adopts the daemons of an earlier supervisor, and starts those that died meanwhile.
     pub fn start(node: Node) -> Result<Self, SupervisorError> {
         let supervisor = Self {
             node: Arc::new(node),
@@ -88,7 +88,7 @@ impl Supervisor {
                 Ok(Some(record)) => {
                     supervisor.task(&device, Some(record));
                 }
-                // It was interrupted before there was a record, or after the record's removal.
+                // The earlier supervisor was interrupted before it wrote the record, or after it removed it.
                 Ok(None) => remove_folders(&files)?,
                 Err(error) => {
                     warn!(%device, %error, "the daemon of an unreadable record is left alone");
@@ -98,7 +98,7 @@ impl Supervisor {
         Ok(supervisor)
     }
 
-    /// A daemon serves the device with these limits, and has answered.
+    /// Ensures that a daemon serves the device with these limits and answers.
     pub async fn ensure(
         &self,
         device: &DeviceId,
@@ -112,7 +112,7 @@ impl Supervisor {
         answered.await.map_err(|_| SupervisorError::Stopping)?
     }
 
-    /// No daemon of ours serves the device, and none of its files is left.
+    /// Ensures that no daemon of ours serves the device, and removes its files.
     pub async fn end(&self, device: &DeviceId) -> Result<(), SupervisorError> {
         let (answer, answered) = oneshot::channel();
         let task = self.task(device, None);
@@ -186,9 +186,9 @@ struct Keeper {
     restarts: u32,
     /// When the daemon was started.
     since: Instant,
-    /// Before the next attempt after one that failed.
+    /// How long to wait after the next attempt that fails.
     pause: Duration,
-    /// When a daemon that does not run is started.
+    /// When to start a daemon that does not run.
     next: Instant,
 }
 
@@ -205,7 +205,7 @@ impl Keeper {
             tokio::select! {
                 order = orders.recv() => match order {
                     Some(Order::Ensure(limits, answer)) => {
-                        // Whoever asked may have gone.
+                        // The sender of the order may be gone.
                         let _ = answer.send(self.ensure(limits).await);
                     }
                     Some(Order::End(answer)) => {
@@ -221,7 +221,7 @@ impl Keeper {
         }
     }
 
-    /// Takes over from the supervisor before this one.
+    /// Takes over from an earlier supervisor.
     fn take_over(&mut self, record: Record) {
         self.wanted = Some(record.limits);
         self.running = record
@@ -237,9 +237,9 @@ impl Keeper {
 
     async fn ensure(&mut self, limits: Limits) -> Result<Daemon, SupervisorError> {
         let known = self.wanted;
-        if let Err(error) = self.bring_up(limits).await {
+        if let Err(error) = self.reconcile(limits).await {
             if known.is_none() {
-                // Nobody had it before, so nothing of it stays.
+                // There was no daemon before, so its files are removed.
                 let cleared = self.clear().await;
                 if let Err(problem) = cleared {
                     warn!(device = %self.device, error = %problem, "files of a daemon that did not start are left");
@@ -253,10 +253,10 @@ impl Keeper {
         self.daemon().ok_or(SupervisorError::Stopping)
     }
 
-    async fn bring_up(&mut self, limits: Limits) -> Result<(), SupervisorError> {
+    async fn reconcile(&mut self, limits: Limits) -> Result<(), SupervisorError> {
         self.end_if_outdated().await;
         if let Some(daemon) = &self.running {
-            // Proved each time: a daemon that does not answer is no daemon for a new client.
+            // The limits are set each time: this fails if the daemon does not answer, and then it cannot serve a new client.
             let limited = daemon.control().limit(limits).await;
             limited.map_err(|source| DaemonError::Control {
                 device: self.device.clone(),
@@ -273,8 +273,8 @@ impl Keeper {
         self.start_daemon(limits).await
     }
 
-    /// Ends a daemon of a driver that was updated since, if it has no clients: it would start their server from files that are
-    /// gone. With clients it is left alone; the driver's kernel module cannot be replaced before they have ended.
+    /// Ends the daemon if the driver was updated since its start: it would start servers from files that are gone. A daemon with
+    /// clients is left alone; the driver's kernel module cannot be replaced before they have ended.
     async fn end_if_outdated(&mut self) {
         let found = programs::find(&self.node.host, self.node.driver_root.as_deref());
         let (Some(daemon), Ok(programs)) = (&self.running, found) else {
@@ -293,7 +293,7 @@ impl Keeper {
 
     async fn start_daemon(&mut self, limits: Limits) -> Result<(), SupervisorError> {
         make_folders(&self.files, self.node.shm_size)?;
-        // Before the process: a supervisor that is killed now leaves a daemon that its successor knows of.
+        // The record comes before the process: if this supervisor is killed now, its successor knows of the daemon.
         self.write_record()?;
         let programs = programs::find(&self.node.host, self.node.driver_root.as_deref())?;
         let begun = Instant::now();
@@ -329,14 +329,14 @@ impl Keeper {
         Ok(remove_folders(&self.files)?)
     }
 
-    /// The daemon's process has ended, and nobody asked for that.
+    /// Handles the end of the daemon's process that nobody asked for.
     async fn bury(&mut self) {
         let Some(daemon) = self.running.take() else {
             return;
         };
         let reason = format!("its process {} ended", daemon.pid());
         warn!(device = %self.device, pid = daemon.pid(), "the MPS control daemon died; its clients fail");
-        // Servers without their daemon, so that their clients fail at once and no second server takes the GPU beside them.
+        // This ends the servers that are left, so that their clients fail at once and no second server takes the GPU beside them.
         daemon.kill().await;
         self.health = Health::Dead(reason);
         self.restarts += 1;

@@ -26,7 +26,7 @@ const LIMITS: Limits = Limits {
     thread_percentage: 100,
     memory_mib: Some(4607),
 };
-/// For what another process does.
+/// How long a test waits for another process.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn device(uuid: &str) -> DeviceId {
@@ -90,7 +90,7 @@ impl Supervisor {
         Files::of(self.folder.path(), &device(uuid))
     }
 
-    /// What asks a daemon, past the supervisor.
+    /// A control that asks a daemon directly, without the supervisor.
     fn control(&self, uuid: &str) -> Control {
         Control {
             program: driver().join("usr/bin/nvidia-cuda-mps-control"),
@@ -196,7 +196,7 @@ async fn a_daemon_has_its_limits_when_it_is_reported_ready() {
     }
 }
 
-/// It turns the others away, some as if they were answered with nothing.
+/// The daemon turns the others away, some with an empty answer.
 #[tokio::test]
 async fn one_of_many_that_ask_at_once_gets_the_answer_or_an_error() {
     let supervisor = Supervisor::start().await;
@@ -332,9 +332,9 @@ async fn a_daemon_that_no_record_names_is_replaced() {
     );
 }
 
-/// After a supervisor's absence the number may be of another process.
+/// After a supervisor's absence the number may belong to another process.
 #[tokio::test]
-async fn a_process_with_a_recorded_number_that_started_at_another_time_is_not_touched() {
+async fn a_process_that_reuses_a_recorded_pid_is_not_touched() {
     let mut supervisor = Supervisor::start().await;
     supervisor.client().ensure(device(DEVICE), LIMITS).unwrap();
     supervisor.kill();
@@ -424,9 +424,9 @@ async fn a_client_without_root_reaches_the_daemon() {
     assert!(log.contains("from user 1000"), "{log}");
 }
 
-/// As a hostile client's connection does.
+/// A connection of a hostile client stops the daemon in the same way.
 #[tokio::test]
-async fn a_daemon_that_does_not_answer_refuses_new_claims_and_is_not_ended() {
+async fn new_claims_are_refused_while_a_daemon_does_not_answer() {
     let supervisor = Supervisor::start().await;
     let client = supervisor.client();
     let first = client.ensure(device(DEVICE), LIMITS).unwrap();
@@ -442,7 +442,7 @@ async fn a_daemon_that_does_not_answer_refuses_new_claims_and_is_not_ended() {
     assert_eq!(second.pid, first.pid);
 }
 
-/// Without clients: none of the driver's files of before may be used.
+/// Without clients the daemon is replaced, so that no file of the former driver is used.
 #[tokio::test]
 async fn after_an_update_of_the_driver_the_daemon_is_the_new_ones() {
     let folder = tempfile::tempdir().unwrap();

@@ -56,8 +56,8 @@ impl Args {
         let stop = on_signal().context("wait for SIGTERM and SIGINT")?;
 
         let plugins = Plugins::follow(client.clone(), &self.namespace);
-        let reader = Reader::https(plugins, self.usage_token);
-        let reader = reader.context("the client of the node plugins")?;
+        let reader =
+            Reader::https(plugins, self.usage_token).context("the client of the node plugins")?;
         let nodes = Arc::new(Nodes::new(reader));
         let trust = trust::follow(client.clone());
         let health = Health {

@@ -1,7 +1,7 @@
 //! The claims of a namespace, page by page, with what they use.
 //!
-//! The API server says which claims there are and from which nodes each has devices. So only these nodes are asked, a claim has a
-//! row that says so if its node does not answer, and what a node tells about a claim that has no device there is not shown.
+//! The API server says which claims there are and from which nodes each has devices. Only these nodes are asked. If a node does not
+//! answer, its claims' rows say so. What a node tells about a claim that has no device there is not shown.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -70,13 +70,14 @@ impl Claims {
             .fields(&fields)
             .labels(&wanted.labels);
         params.continue_token = (!token.is_empty()).then(|| token.to_owned());
-        let listed = tokio::time::timeout(DEADLINE, api.list(&params)).await;
-        let listed = listed.map_err(|_| {
-            let limit = DEADLINE.as_secs();
-            let message = format!("the ResourceClaims: no answer within {limit} s");
-            Refusal::new(504, "Timeout", message)
-        })?;
-        let listed = listed.map_err(|error| refusal(&error))?;
+        let listed = tokio::time::timeout(DEADLINE, api.list(&params))
+            .await
+            .map_err(|_| {
+                let limit = DEADLINE.as_secs();
+                let message = format!("the ResourceClaims: no answer within {limit} s");
+                Refusal::new(504, "Timeout", message)
+            })?
+            .map_err(|error| refusal(&error))?;
         let claims = listed.items.into_iter().filter_map(Claim::new).collect();
         Ok(Page {
             objects: self.objects(claims).await,
@@ -131,16 +132,11 @@ impl Claims {
 fn refusal(error: &kube::Error) -> Refusal {
     match error {
         kube::Error::Api(status) => {
-            let reason = match status.code {
-                400 => "BadRequest",
-                410 => "Expired",
-                429 => "TooManyRequests",
-                _ => "ServiceUnavailable",
-            };
-            let code = if reason == "ServiceUnavailable" {
-                503
-            } else {
-                status.code
+            let (code, reason) = match status.code {
+                400 => (400, "BadRequest"),
+                410 => (410, "Expired"),
+                429 => (429, "TooManyRequests"),
+                _ => (503, "ServiceUnavailable"),
             };
             Refusal::new(
                 code,

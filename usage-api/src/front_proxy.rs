@@ -1,8 +1,8 @@
 //! Whether a caller is the API server, and for whom it asks.
 //!
-//! The API server authenticates a user, asks for the rights, and sends the request on with the user in headers. It proves that it is the API
-//! server by a client certificate. The ConfigMap `extension-apiserver-authentication` of `kube-system` has the
-//! authority that signs it, the names that it may have and the names of the headers. Nobody else can read usage here, with whatever token.
+//! The API server authenticates and authorizes a user, and forwards the request with the user in headers. A client certificate proves
+//! that it is the API server. The ConfigMap `extension-apiserver-authentication` of `kube-system` has the authority that signs the
+//! certificate, the names that it may have and the names of the headers. Nobody else can read usage here, whatever token they have.
 
 use std::collections::BTreeMap;
 use std::fmt;

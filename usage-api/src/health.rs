@@ -1,4 +1,5 @@
-//! `/healthz` and `/readyz`, on a port of their own: whoever takes all places of the API's port does not have the pod restarted.
+//! `/healthz` and `/readyz`, on a port of their own: a client that takes all connections of the API's port cannot have the pod
+//! restarted.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError};
@@ -11,13 +12,13 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::nodes::Nodes;
-use crate::server::Current;
+use crate::server::CurrentTrust;
 
 /// What a replica needs before it can answer.
 #[derive(Clone, Debug)]
 pub struct Health {
     /// Who the API server is.
-    pub trust: Current,
+    pub trust: CurrentTrust,
     /// Where the node plugins are.
     pub nodes: Arc<Nodes>,
 }

@@ -1,5 +1,5 @@
-//! Serves the API `usage.gpu.tranche.dev`: who uses which part of which GPU now, for people and tools with their own rights, and
-//! without a write. The API server sends requests on (an APIService), as with `metrics.k8s.io`; every replica answers.
+//! Serves the API `usage.gpu.tranche.dev`: who uses which part of which GPU now, for people and tools with their own rights. It
+//! writes nothing. The API server forwards requests (an APIService), as with `metrics.k8s.io`; every replica answers.
 //!
 //! ```text
 //!  API server ─► server ─► front_proxy (is it the API server, and for whom) ─► request (what is asked)

@@ -18,7 +18,7 @@ use tranche_node_usage::Reader;
 
 /// How long an answer is used.
 const FRESH: Duration = Duration::from_secs(2);
-/// How long a failure is used: readers that come again and again do not wait for a dead node each time.
+/// How long a failure is used, so that repeated reads do not wait for a dead node each time.
 const FAILED: Duration = Duration::from_secs(10);
 
 /// A node's usage, deflated.
@@ -34,8 +34,9 @@ impl fmt::Debug for Packed {
 impl Packed {
     fn pack(body: &[u8]) -> Result<Self, String> {
         let mut encoder = DeflateEncoder::new(Vec::new(), Compression::fast());
-        let packed = io::Write::write_all(&mut encoder, body).and_then(|()| encoder.finish());
-        let packed = packed.map_err(|error| format!("pack: {error}"))?;
+        let packed = io::Write::write_all(&mut encoder, body)
+            .and_then(|()| encoder.finish())
+            .map_err(|error| format!("pack: {error}"))?;
         Ok(Self(packed.into_boxed_slice()))
     }
 
@@ -55,7 +56,7 @@ struct Kept {
     answer: Arc<Answer>,
 }
 
-/// Whoever holds the lock asks; the others wait, and find the answer.
+/// The reader that holds the lock asks the node; the others wait and find the answer.
 type Entry = Arc<tokio::sync::Mutex<Option<Kept>>>;
 
 /// All nodes with plugins.

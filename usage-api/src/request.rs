@@ -52,7 +52,7 @@ pub struct Wanted {
     pub include: Include,
 }
 
-/// What of the object a row of a table has.
+/// How much of the object a row of a table has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Include {
     None,
@@ -118,7 +118,7 @@ impl Wanted {
         if self.name.is_some() { "get" } else { "list" }
     }
 
-    /// The name to which path or selector restrict it: the API server authorizes `list` with such a selector by name, too.
+    /// The only name that the path or the selector allows: the API server authorizes `list` with such a selector by name, too.
     #[must_use]
     pub fn only(&self) -> Option<&str> {
         self.name.as_deref().or_else(|| selected_name(&self.fields))

@@ -173,7 +173,7 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// What is needed of a claim; `None` for one that has nothing of ours.
+    /// `None` for a claim without devices of ours.
     #[must_use]
     pub fn new(claim: ResourceClaim) -> Option<Self> {
         let devices = claim.status?.allocation?.devices?;
@@ -231,11 +231,11 @@ pub fn node_object(name: &str, answer: Result<NodeUsage, String>) -> Object {
 }
 
 /// What a claim uses of a device, or why that is not known; with the claim's UID.
-pub type OfClaim = (String, Result<DeviceUsage, String>);
+pub type DeviceOfClaim = (String, Result<DeviceUsage, String>);
 
-/// What the claims with these UIDs have on a node. What the node says of other claims is left out.
+/// The devices on a node of the claims with these UIDs; other claims are left out.
 #[must_use]
-pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<OfClaim> {
+pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<DeviceOfClaim> {
     let mut found = Vec::new();
     let unix_millis = usage.unix_millis;
     for gpu in usage.gpus {
@@ -246,7 +246,7 @@ pub fn devices_of(usage: NodeUsage, uids: &BTreeSet<String>) -> Vec<OfClaim> {
                 return;
             }
             let uid = share.claim.uid.clone();
-            // The shares of a GPU that does not answer are listed with zeros that nobody has read.
+            // The node lists the shares of a GPU that does not answer with zeros, which were not read.
             if let Some(problem) = &problem {
                 return found.push((uid, Err(problem.clone())));
             }
@@ -283,7 +283,7 @@ impl Object {
             Self::Node(node) => serde_json::to_value(node),
             Self::Claim(claim) => serde_json::to_value(claim),
         };
-        // All keys are text: JSON can express everything in it.
+        // It cannot fail: all keys are strings.
         json.unwrap_or_default()
     }
 
@@ -363,8 +363,8 @@ fn claim_cells(claim: &ClaimUsage) -> Vec<Value> {
         }
     };
     // A claim has no limit if one of its devices has no limit.
-    let allocated: Option<Vec<u64>> = shares().map(|share| share.memory.allocated).collect();
-    let allocated = allocated.map(|all| total(all.into_iter()));
+    let limits: Option<Vec<u64>> = shares().map(|share| share.memory.allocated).collect();
+    let allocated = limits.map(|all| total(all.into_iter()));
     let idle = shares().filter_map(|share| share.idle_seconds).min();
     vec![
         json!(claim.metadata.name),
@@ -388,12 +388,12 @@ fn claim_cells(claim: &ClaimUsage) -> Vec<Value> {
     ]
 }
 
-/// As `20480Mi`, rounded up: what is not empty is not shown as 0.
+/// Bytes as `20480Mi`, rounded up, so that only 0 is shown as 0.
 fn mebibytes(bytes: u64) -> String {
     format!("{}Mi", bytes.div_ceil(MIB))
 }
 
-/// As `25%`, of hundredths of a percent.
+/// Hundredths of a percent as `25%`.
 fn percent(hundredths: u64) -> String {
     format!("{}%", hundredths.saturating_add(50) / 100)
 }
@@ -405,9 +405,12 @@ fn total(values: impl Iterator<Item = u64>) -> u64 {
 
 /// One value for each device: percentages of different GPUs do not add up.
 fn busy<'a>(utilizations: impl Iterator<Item = &'a Utilization>) -> String {
-    let values = utilizations.filter_map(|it| it.get(Measure::Gpu));
-    let values = values.map(u64::from).map(percent);
-    values.collect::<Vec<_>>().join(",")
+    let percentages: Vec<_> = utilizations
+        .filter_map(|it| it.get(Measure::Gpu))
+        .map(u64::from)
+        .map(percent)
+        .collect();
+    percentages.join(",")
 }
 
 /// The two largest units, as kubectl prints ages: `45s`, `12m3s`, `3h20m`, `2d4h`.

@@ -42,13 +42,13 @@ const JSON: &str = "application/json";
 const DISCOVERY: &str = "application/json;g=apidiscovery.k8s.io;v=v2;as=APIGroupDiscoveryList";
 
 /// Who the API server is, as of now; `None` before the ConfigMap was read.
-pub type Current = Arc<Mutex<Option<Arc<Trust>>>>;
+pub type CurrentTrust = Arc<Mutex<Option<Arc<Trust>>>>;
 
 /// What answers need.
 #[derive(Debug)]
 pub struct Usage {
     /// Who the API server is.
-    pub trust: Current,
+    pub trust: CurrentTrust,
     /// What users may do.
     pub access: Access,
     pub nodes: Arc<Nodes>,
@@ -130,12 +130,12 @@ impl Usage {
 
     /// For whom the API server asks.
     fn user(&self, peer: &Peer, http: &Parts) -> Result<UserInfo, Refusal> {
-        let trust = self
+        let current = self
             .trust
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone();
-        let trust = trust.ok_or_else(|| {
+        let trust = current.ok_or_else(|| {
             let message =
                 "the API server's certificate authority is not known yet; see the usage API's log";
             Refusal::new(503, "ServiceUnavailable", message)
@@ -144,7 +144,7 @@ impl Usage {
         user.map_err(|rejected| Refusal::new(401, "Unauthorized", rejected.to_string()))
     }
 
-    /// The API server has authorized the user before it sent the request on. This asks again for what we read in the request.
+    /// The API server authorized the user before it forwarded the request. This authorizes what we read in the request once more.
     async fn authorize(&self, user: UserInfo, wanted: &Wanted) -> Result<(), Refusal> {
         let (verb, resource) = (wanted.verb(), wanted.resource.plural());
         let scope = match &wanted.namespace {
@@ -174,7 +174,7 @@ impl Usage {
     }
 
     async fn nodes(self: &Arc<Self>, wanted: Wanted, form: Form) -> Result<Response, Refusal> {
-        let names = self.nodes.names().ok_or_else(|| {
+        let known = self.nodes.names().ok_or_else(|| {
             Refusal::new(
                 503,
                 "ServiceUnavailable",
@@ -184,7 +184,7 @@ impl Usage {
         let only = wanted.only().map(str::to_owned);
         // A page begins behind the last node of the one before it.
         let after = &wanted.continue_token;
-        let mut names: Vec<String> = names
+        let mut names: Vec<String> = known
             .into_iter()
             .filter(|name| name > after && only.as_ref().is_none_or(|only| only == name))
             .collect();
@@ -219,8 +219,7 @@ impl Usage {
         // What the API server refuses is refused before the answer begins.
         let Page { mut objects, next } = self.claims.page(&wanted, &wanted.continue_token).await?;
         if let Some(name) = &wanted.name {
-            let object = objects.pop();
-            let object = object.ok_or_else(|| {
+            let object = objects.pop().ok_or_else(|| {
                 missing(
                     &wanted,
                     name,
@@ -248,8 +247,10 @@ impl Usage {
                 if token.is_empty() {
                     return Ok(None);
                 }
-                let page = claims.page(&wanted, &token).await;
-                let page = page.map_err(|refusal| PageError(refusal.message))?;
+                let page = claims
+                    .page(&wanted, &token)
+                    .await
+                    .map_err(|refusal| PageError(refusal.message))?;
                 Ok(Some((parts(page.objects), page.next)))
             }
         });

@@ -10,12 +10,12 @@ use kube::runtime::watcher::watch_object;
 use kube::{Api, Client};
 
 use crate::front_proxy::{NAME, NAMESPACE, Trust};
-use crate::server::Current;
+use crate::server::CurrentTrust;
 
-/// Whom to believe, from now on. What cannot be used leaves what was.
+/// Follows the ConfigMap in a task. A ConfigMap that cannot be used changes nothing.
 #[must_use]
-pub fn follow(client: Client) -> Current {
-    let current = Current::default();
+pub fn follow(client: Client) -> CurrentTrust {
+    let current = CurrentTrust::default();
     let this = Arc::clone(&current);
     let api: Api<ConfigMap> = Api::namespaced(client, NAMESPACE);
     tokio::spawn(async move {

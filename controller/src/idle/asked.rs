@@ -12,7 +12,7 @@ use crate::index::NodeView;
 /// What is asked of idle claims of a node's GPUs, by UUID.
 pub type NodeTerms = BTreeMap<String, IdleTerms>;
 
-/// How often a node is looked at, at least, between the last kernel of a claim and the moment at which it counts as idle.
+/// The least number of looks at a node between a claim's last kernel and the moment at which the claim counts as idle.
 const LOOKS: u32 = 10;
 /// The pauses between two looks at a node.
 const SHORTEST: Duration = Duration::from_secs(2);
@@ -37,7 +37,7 @@ pub struct Asked {
     nodes: Arc<Mutex<Nodes>>,
 }
 
-/// The nodes by name. A reader keeps the state of the moment at which it read.
+/// The nodes by name. A reader gets a snapshot.
 type Nodes = Arc<BTreeMap<String, Arc<NodeTerms>>>;
 
 impl Asked {

@@ -37,7 +37,7 @@ pub struct Noticed {
     pub node: String,
     /// The claim and its devices.
     pub holder: Holder,
-    /// The state of its machine.
+    /// The state from which the next step starts.
     pub watch: Watch,
 }
 
@@ -51,7 +51,7 @@ pub struct Act {
     pub terms: Option<IdleRule>,
 }
 
-/// What is asked of a claim: the longest times of what is asked of its GPUs; `None` if nothing is asked of one of them.
+/// The rule for a claim: the most patient one of its GPUs' rules; `None` if one of the GPUs has no rule.
 fn of_gpus(
     holder: &Holder,
     asked: &NodeTerms,
@@ -61,19 +61,19 @@ fn of_gpus(
     each.reduce(|one, two| Some(one?.more_patient(two?)))?
 }
 
-/// What would be asked of a claim if its namespace were selected: at least to be named.
+/// The rule for a claim if its namespace were selected: it asks at least for a report.
 fn in_any_namespace(holder: &Holder, asked: &NodeTerms) -> Option<IdleRule> {
     of_gpus(holder, asked, |terms| Some(terms.report()))
 }
 
-/// Whether a claim is idle if its namespace is selected: only of such claims are the facts needed.
+/// Whether a claim would be idle if its namespace were selected. Facts are needed only for such claims.
 #[must_use]
 pub fn may_be_idle(holder: &Holder, asked: &NodeTerms) -> bool {
     in_any_namespace(holder, asked).is_some_and(|terms| is_idle(terms, holder.seen))
 }
 
 /// The steps of a node's claims. `watches` has the claims that were called idle; `now` is Unix time; `facts` has the facts of each claim
-/// that [`may_be_idle`], and nothing is done for a claim whose facts could not be read.
+/// that [`may_be_idle`]. A claim whose facts could not be read gets no step.
 pub fn decide(
     now: Duration,
     node: &str,
@@ -142,8 +142,11 @@ fn spare_who_works(
 ) {
     let name = |holder: &Holder| (holder.claim.namespace.clone(), holder.claim.name.clone());
     let held: BTreeSet<_> = holders.values().map(name).collect();
-    let evicted = acts.iter().filter(|act| act.step == Step::Evict);
-    let evicted: BTreeSet<_> = evicted.map(|act| name(&act.holder)).collect();
+    let evicted: BTreeSet<_> = acts
+        .iter()
+        .filter(|act| act.step == Step::Evict)
+        .map(|act| name(&act.holder))
+        .collect();
     acts.retain(|act| {
         if act.step != Step::Evict {
             return true;

@@ -14,7 +14,7 @@ use tranche_driver::pod::claims_of;
 
 use super::decision::{Facts, Noticed, PodFacts};
 use super::holder::{Device, Holder};
-use super::state::{Seen, Watch};
+use super::state::{Activity, Watch};
 use super::writer::told;
 use crate::apply::{ApplyError, read};
 
@@ -44,9 +44,8 @@ impl Reader {
         let (namespace, name) = (&claim.namespace, &claim.name);
         let claims: Api<ResourceClaim> = Api::namespaced(self.client.clone(), namespace);
         let what = || format!("read ResourceClaim {namespace}/{name}");
-        let object = read(what, claims.get_opt(name)).await?;
-        let object = object.filter(|it| it.metadata.uid.as_ref() == Some(&claim.uid));
-        let Some(object) = object else {
+        let named = read(what, claims.get_opt(name)).await?;
+        let Some(object) = named.filter(|it| it.metadata.uid.as_ref() == Some(&claim.uid)) else {
             return Ok(None);
         };
         let namespaces: Api<Namespace> = Api::all(self.client.clone());
@@ -61,7 +60,7 @@ impl Reader {
         };
         let status = object.status.as_ref();
         let reserved = status.and_then(|it| it.reserved_for.as_deref());
-        // It may also name a PodGroup.
+        // `reservedFor` may also name a PodGroup.
         let pods = reserved.unwrap_or_default().iter();
         for reserved in pods.filter(|it| it.resource == "pods") {
             let api: Api<Pod> = Api::namespaced(self.client.clone(), namespace);
@@ -108,7 +107,7 @@ fn pod_facts(pod: &Pod) -> PodFacts {
     }
 }
 
-/// A claim with the condition, and since when it has it: UID and the rest.
+/// The UID of a claim that has the condition `Idle`, and what is known of it.
 fn noticed_before(claim: &ResourceClaim) -> Option<(String, Noticed)> {
     let devices = claim
         .status
@@ -149,7 +148,7 @@ fn noticed_before(claim: &ResourceClaim) -> Option<(String, Noticed)> {
         },
         devices: of_claim,
         gpus: BTreeSet::new(),
-        seen: Seen::NOTHING,
+        seen: Activity::NOTHING,
     };
     Some((
         uid,

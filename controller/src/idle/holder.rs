@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tranche_api::usage::{ClaimReference, GpuUsage, NodeUsage, ShareUsage};
 
-use super::state::Seen;
+use super::state::Activity;
 
 /// A claim that holds devices of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub struct Holder {
     /// The GPUs of these devices.
     pub gpus: BTreeSet<String>,
     /// What all of them do together: for how long none of them has run a kernel, and what they hold.
-    pub seen: Seen,
+    pub seen: Activity,
 }
 
 /// A device as in an allocation.
@@ -65,9 +65,9 @@ pub fn holders(usage: &NodeUsage) -> BTreeMap<String, Holder> {
 }
 
 /// What NVML says of a device of a claim.
-fn seen(gpu: &GpuUsage, share: &ShareUsage) -> Seen {
+fn seen(gpu: &GpuUsage, share: &ShareUsage) -> Activity {
     let is_known = gpu.problem.is_none();
-    Seen {
+    Activity {
         idle: share
             .idle_seconds
             .filter(|_| is_known)
@@ -76,10 +76,10 @@ fn seen(gpu: &GpuUsage, share: &ShareUsage) -> Seen {
     }
 }
 
-/// Idle is what both are; if one of them is not known, nothing is known.
-fn both(one: Seen, two: Seen) -> Seen {
+/// Both together are idle for the shorter of the two times; if one is unknown, the result is unknown.
+fn both(one: Activity, two: Activity) -> Activity {
     let idle = one.idle.zip(two.idle);
-    Seen {
+    Activity {
         idle: idle.map(|(one, two)| one.min(two)),
         memory: one.memory.saturating_add(two.memory),
     }

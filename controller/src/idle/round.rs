@@ -22,11 +22,11 @@ use crate::apply::{ApplyError, Executor};
 use crate::leader::Leadership;
 use crate::metrics::Metrics;
 
-/// How often it is asked which nodes are due.
+/// How often the nodes that are due are looked at.
 const TICK: Duration = Duration::from_secs(1);
 /// How many nodes are read, and how many steps are carried out, at the same time.
 const AT_ONCE: usize = 8;
-/// How long a leader leads until every node was reconciled.
+/// How long after its election a leader has reconciled every node.
 const SETTLED: Duration = Duration::from_mins(10);
 /// How long an eviction that was refused waits for the next; it doubles up to the last.
 const FIRST_RETRY: Duration = Duration::from_secs(10);
@@ -128,7 +128,7 @@ impl Idle {
 
     async fn round(&mut self, asked: &BTreeMap<String, Arc<NodeTerms>>, is_settled: bool) {
         let mut acts = self.look(asked).await;
-        // It is not known yet what is asked of a node that was not reconciled.
+        // Until a node is reconciled, it is not known what the policies ask of it.
         let is_unasked =
             |node: &String| asked.get(node).map_or(is_settled, |terms| terms.is_empty());
         let named: BTreeSet<_> = self.watches.values().map(|it| it.node.clone()).collect();
@@ -234,7 +234,7 @@ impl Idle {
         }
     }
 
-    /// Does what a step asks for, and says whether an eviction was refused.
+    /// Executes a step; returns whether an eviction was refused.
     async fn carry_out(&self, act: &Act, facts: &Facts) -> bool {
         let claim = &act.holder.claim;
         if let Some(condition) = condition_of(act) {
@@ -267,7 +267,7 @@ impl Idle {
                         .event(&claim.namespace, pod, "IdleEvicted", &note)
                         .await;
                 }
-                // Gone, or another pod of the name.
+                // The pod is gone, or its name belongs to another pod.
                 Err(ApplyError::Changed { .. } | ApplyError::NotLeading) => {}
                 Err(error) => {
                     is_refused = true;

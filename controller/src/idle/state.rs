@@ -8,7 +8,7 @@
 //!         another policy, not known
 //! ```
 //!
-//! [`Watch::step`] decides for one claim; its caller says the time. What is not known counts as work: nobody is evicted because a
+//! [`Watch::step`] decides for one claim; its caller gives the time. Unknown activity counts as work: no pod is evicted because a
 //! driver does not answer.
 
 #[cfg(test)]
@@ -20,14 +20,14 @@ use tranche_driver::policy::{Action, IdleRule};
 
 /// What was seen of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Seen {
+pub struct Activity {
     /// For how long it has run no kernel; `None` if that is not known.
     pub idle: Option<Duration>,
     /// Bytes of GPU memory that its processes hold.
     pub memory: u64,
 }
 
-impl Seen {
+impl Activity {
     /// Nothing is known of it.
     pub const NOTHING: Self = Self {
         idle: None,
@@ -74,7 +74,7 @@ pub enum Watch {
     Noticed {
         /// When.
         at: Duration,
-        /// What was said to happen. Nobody is evicted without having been told, or sooner than told.
+        /// What the notice announced. No pod is evicted without notice, or earlier than announced.
         told: Action,
     },
 }
@@ -83,7 +83,7 @@ impl Watch {
     /// The next state, and what must be done. `now` is a time that does not go back; `terms` are those of its namespace, `None`
     /// if nothing is asked of it there, or if it is exempt.
     #[must_use]
-    pub fn step(self, now: Duration, terms: Option<IdleRule>, seen: Seen) -> (Self, Step) {
+    pub fn step(self, now: Duration, terms: Option<IdleRule>, seen: Activity) -> (Self, Step) {
         let (action, idle) = match judge(terms, seen) {
             Ok(idle) => idle,
             Err(why) => {
@@ -121,12 +121,12 @@ impl Watch {
 
 /// Whether a claim is idle by these terms.
 #[must_use]
-pub fn is_idle(terms: IdleRule, seen: Seen) -> bool {
+pub fn is_idle(terms: IdleRule, seen: Activity) -> bool {
     judge(Some(terms), seen).is_ok()
 }
 
-/// What happens to a claim that is idle, and for how long it has been idle; else why it is not idle.
-fn judge(terms: Option<IdleRule>, seen: Seen) -> Result<(Action, Duration), Why> {
+/// The action for an idle claim, and for how long it has been idle; or why it is not idle.
+fn judge(terms: Option<IdleRule>, seen: Activity) -> Result<(Action, Duration), Why> {
     let terms = terms.ok_or(Why::NotAsked)?;
     let idle = seen.idle.ok_or(Why::NotKnown)?;
     if idle < terms.after {

@@ -106,7 +106,7 @@ impl Writer {
     }
 }
 
-/// What the condition says after a step; `None` for a step that leaves it.
+/// The condition after a step; `None` for a step that does not change it.
 #[must_use]
 pub fn condition_of(act: &Act) -> Option<State> {
     let (holds, reason, message) = match act.step {
@@ -143,7 +143,7 @@ pub fn condition_of(act: &Act) -> Option<State> {
     })
 }
 
-/// What the condition with this reason told the claim's users. How long the eviction waits, follows from the policy of now.
+/// What a condition with this reason announced. The present policy says how long the eviction waits.
 #[must_use]
 pub fn told(reason: &str) -> Action {
     match reason {

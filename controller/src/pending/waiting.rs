@@ -1,7 +1,7 @@
 //! The pods that wait, and what is known of their claims. Pure.
 //!
-//! Of each pod that has claims a key, the names of the claims or templates and the reason are kept, some 200 bytes, of at most
-//! [`MOST`] pods. The reason comes from fields: the status and the reason of the pod's condition `PodScheduled`, and whether its
+//! At most [`MOST`] pods that have claims are kept, each with its key, the names of its claims or templates and the reason: some
+//! 200 bytes. The reason comes from fields: the status and the reason of the pod's condition `PodScheduled`, and whether its
 //! claims have devices. The condition's message is for people, and changes with kube-scheduler's release.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,7 +13,7 @@ use kube::runtime::watcher::Event;
 use tranche_api::names;
 use tranche_driver::extended_resources::{self, IMPLICIT};
 
-/// The most pods that are kept; more are not counted, and the log says so. At 200 bytes each 2 MB.
+/// The most pods that are kept, some 2 MB. More are not counted, and the log says so.
 pub const MOST: usize = 10_000;
 
 /// Why a pod has not started.
@@ -64,7 +64,7 @@ fn reason(scheduled: Option<&PodCondition>) -> Reason {
     }
 }
 
-/// By what a pod gets devices: a claim, the template of one, or a resource.
+/// How a pod gets devices: by a claim, by the template of one, or by a resource.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Source {
     /// A ResourceClaim, by its name in the pod's namespace.
@@ -74,9 +74,9 @@ pub enum Source {
     Resource(Box<str>),
 }
 
-/// What is known of a source.
+/// Whose devices a source asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Known {
+pub enum Ownership {
     /// It asks for devices of our classes.
     Ours,
     /// It is a claim that asks for devices of our classes, and has them.
@@ -87,14 +87,14 @@ pub enum Known {
     Missing,
 }
 
-impl Known {
-    /// What a claim says of itself.
+impl Ownership {
+    /// The ownership of a claim, by its spec and its allocation.
     #[must_use]
     pub fn of(claim: &ResourceClaim) -> Self {
         let status = claim.status.as_ref();
         let has_devices = status.is_some_and(|status| status.allocation.is_some());
         let spec = claim.spec.as_ref();
-        match whose(spec.and_then(|spec| spec.devices.as_ref())) {
+        match ownership(spec.and_then(|spec| spec.devices.as_ref())) {
             Self::Ours if has_devices => Self::Allocated,
             known => known,
         }
@@ -103,19 +103,19 @@ impl Known {
 
 /// A pod that has claims and has not started.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Waiting {
+pub struct WaitingPod {
     pub namespace: Box<str>,
     pub name: Box<str>,
     /// Whether a container asks for one of our classes by the class's name, without a claim.
     pub asks: bool,
-    /// What it gets claims by.
+    /// How it gets devices.
     pub sources: Box<[Source]>,
     pub reason: Reason,
     /// When it was created.
     pub since: Timestamp,
 }
 
-impl Waiting {
+impl WaitingPod {
     /// What is kept of a pod.
     #[must_use]
     pub fn of(pod: &Pod) -> Self {
@@ -123,7 +123,7 @@ impl Waiting {
         let status = pod.status.as_ref();
         let text = |text: &Option<String>| text.as_deref().unwrap_or_default().into();
         let claims = spec.and_then(|spec| spec.resource_claims.as_ref());
-        let sources = claims.into_iter().flatten().filter_map(|claim| {
+        let by_claims = claims.into_iter().flatten().filter_map(|claim| {
             let name = claim.resource_claim_name.as_deref();
             let template = claim.resource_claim_template_name.as_deref();
             name.map(|it| Source::Claim(it.into()))
@@ -133,7 +133,7 @@ impl Waiting {
         let asks_for_class = |name: &&str| name.strip_prefix(IMPLICIT).is_some_and(names::is_class);
         let asks = resources.iter().any(asks_for_class);
         let others = resources.into_iter().filter(|it| !it.starts_with(IMPLICIT));
-        let sources = sources.chain(others.map(|it| Source::Resource(it.into())));
+        let sources = by_claims.chain(others.map(|it| Source::Resource(it.into())));
         let conditions = status.and_then(|status| status.conditions.as_ref());
         let scheduled = conditions
             .into_iter()
@@ -157,7 +157,7 @@ impl Waiting {
 
 /// Whether a claim with this spec asks for devices of our classes.
 #[must_use]
-pub fn whose(spec: Option<&DeviceClaim>) -> Known {
+pub fn ownership(spec: Option<&DeviceClaim>) -> Ownership {
     let requests = spec.and_then(|spec| spec.requests.as_ref());
     let ours = requests.into_iter().flatten().any(|request| {
         let exactly = request.exactly.iter().map(|it| &it.device_class_name);
@@ -166,7 +166,11 @@ pub fn whose(spec: Option<&DeviceClaim>) -> Known {
             .chain(first.map(|it| &it.device_class_name))
             .any(|class| names::is_class(class))
     });
-    if ours { Known::Ours } else { Known::Others }
+    if ours {
+        Ownership::Ours
+    } else {
+        Ownership::Others
+    }
 }
 
 /// How many pods wait, and since when.
@@ -177,12 +181,12 @@ pub struct Count {
     pub since: Timestamp,
 }
 
-type Pods = BTreeMap<(Box<str>, Box<str>), Waiting>;
+type Pods = BTreeMap<(Box<str>, Box<str>), WaitingPod>;
 
 /// What was read of a source.
 #[derive(Clone, Copy, Debug)]
 struct Found {
-    known: Known,
+    known: Ownership,
     /// Whether it is to be read again.
     is_old: bool,
 }
@@ -199,7 +203,7 @@ pub struct Pending {
 
 impl Pending {
     /// Applies one event of the watch.
-    pub fn apply(&mut self, event: Event<Waiting>) {
+    pub fn apply(&mut self, event: Event<WaitingPod>) {
         match event {
             Event::Init => self.incoming = Some(Pods::new()),
             Event::InitApply(pod) => {
@@ -214,13 +218,13 @@ impl Pending {
         }
     }
 
-    /// Whether pods were left out since this was asked last.
+    /// Whether pods were left out since the last call.
     pub fn was_full(&mut self) -> bool {
         std::mem::take(&mut self.full)
     }
 
-    /// At most `most` claims and templates to read, by namespace: the unknown ones and those that may have changed. Those that
-    /// no pod names any more are forgotten.
+    /// At most `most` sources to read, by namespace: the unknown ones and those that may have changed. Forgets the sources that
+    /// no pod names any more.
     pub fn to_read(&mut self, most: usize) -> Vec<(Box<str>, Source)> {
         let named: BTreeSet<_> = self
             .pods
@@ -237,21 +241,21 @@ impl Pending {
         to_read.take(most).collect()
     }
 
-    /// Notes what a claim or a template was found to be.
-    pub fn learn(&mut self, namespace: Box<str>, source: Source, known: Known) {
+    /// Notes what was read of a source.
+    pub fn learn(&mut self, namespace: Box<str>, source: Source, known: Ownership) {
         let is_old = false;
         self.sources
             .insert((namespace, source), Found { known, is_old });
     }
 
-    /// Has those read again that may have changed: claims and templates that were missing, claims that may get or lose devices,
-    /// and resources for which no class of ours stood.
+    /// Marks the sources that may have changed, to be read again: claims and templates that were missing, claims that may get or
+    /// lose devices, and resources that no class of ours stood for.
     pub fn read_again(&mut self) {
         for ((_, source), found) in &mut self.sources {
             found.is_old = match (source, found.known) {
-                (_, Known::Missing)
-                | (Source::Claim(_), Known::Ours | Known::Allocated)
-                | (Source::Resource(_), Known::Others) => true,
+                (_, Ownership::Missing)
+                | (Source::Claim(_), Ownership::Ours | Ownership::Allocated)
+                | (Source::Resource(_), Ownership::Others) => true,
                 _ => found.is_old,
             };
         }
@@ -278,9 +282,9 @@ impl Pending {
         counts
     }
 
-    /// Why it waits, where it waits for ours.
-    fn waits(&self, pod: &Waiting) -> Option<Reason> {
-        let known: Vec<Known> = pod
+    /// Why the pod waits; `None` if it does not wait for our devices.
+    fn waits(&self, pod: &WaitingPod) -> Option<Reason> {
+        let known: Vec<Ownership> = pod
             .sources
             .iter()
             .filter_map(|source| {
@@ -288,11 +292,11 @@ impl Pending {
                 self.sources.get(&key).map(|found| found.known)
             })
             .collect();
-        if known.contains(&Known::Missing) {
+        if known.contains(&Ownership::Missing) {
             return Some(Reason::ClaimMissing);
         }
-        let lacks_devices = pod.asks || known.contains(&Known::Ours);
-        if !lacks_devices && !known.contains(&Known::Allocated) {
+        let lacks_devices = pod.asks || known.contains(&Ownership::Ours);
+        if !lacks_devices && !known.contains(&Ownership::Allocated) {
             return None;
         }
         Some(match pod.reason {
@@ -303,7 +307,7 @@ impl Pending {
 }
 
 /// Keeps a pod that has claims; false where there are too many.
-fn keep(pods: &mut Pods, pod: Waiting) -> bool {
+fn keep(pods: &mut Pods, pod: WaitingPod) -> bool {
     let key = (pod.namespace.clone(), pod.name.clone());
     if !pod.has_claims() {
         return true;
@@ -321,8 +325,8 @@ mod tests {
 
     use super::*;
 
-    fn pod(name: &str, sources: &[Source]) -> Waiting {
-        Waiting {
+    fn pod(name: &str, sources: &[Source]) -> WaitingPod {
+        WaitingPod {
             namespace: "team".into(),
             name: name.into(),
             asks: false,
@@ -341,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_is_counted_from_the_time_its_claims_are_known_to_be_ours_until_it_is_gone() {
+    fn a_pod_counts_from_when_its_claims_are_ours_until_it_is_gone() {
         let mut pending = Pending::default();
         pending.apply(Event::Apply(pod("a", &[template("quarter")])));
         pending.apply(Event::Apply(pod("b", &[template("quarter")])));
@@ -349,8 +353,8 @@ mod tests {
         assert_eq!(number(&pending), 0, "nothing is known");
         let asked = pending.to_read(9);
         assert_eq!(asked.len(), 2, "one request for each template: {asked:?}");
-        pending.learn("team".into(), template("quarter"), Known::Ours);
-        pending.learn("team".into(), template("network"), Known::Others);
+        pending.learn("team".into(), template("quarter"), Ownership::Ours);
+        pending.learn("team".into(), template("network"), Ownership::Others);
         assert_eq!(number(&pending), 2);
         assert!(pending.to_read(9).is_empty());
         pending.apply(Event::Delete(pod("a", &[])));
@@ -362,7 +366,7 @@ mod tests {
         let mut pending = Pending::default();
         let source = Source::Claim("gone".into());
         pending.apply(Event::Apply(pod("a", std::slice::from_ref(&source))));
-        pending.learn("team".into(), source.clone(), Known::Missing);
+        pending.learn("team".into(), source.clone(), Ownership::Missing);
         let reasons: Vec<_> = pending.counts().into_keys().map(|(_, it)| it).collect();
         assert_eq!(reasons, [Reason::ClaimMissing]);
         assert!(pending.to_read(9).is_empty());
@@ -380,8 +384,8 @@ mod tests {
             &[shared.clone(), template("quarter")],
         )));
         pending.apply(Event::Apply(pod("b", std::slice::from_ref(&shared))));
-        pending.learn("team".into(), template("quarter"), Known::Ours);
-        pending.learn("team".into(), shared.clone(), Known::Ours);
+        pending.learn("team".into(), template("quarter"), Ownership::Ours);
+        pending.learn("team".into(), shared.clone(), Ownership::Ours);
         let reasons = |pending: &Pending| -> Vec<(Reason, usize)> {
             let counts = pending.counts().into_iter();
             counts.map(|((_, it), count)| (it, count.pods)).collect()
@@ -393,7 +397,7 @@ mod tests {
             [("team".into(), shared.clone())],
             "a template never changes"
         );
-        pending.learn("team".into(), shared, Known::Allocated);
+        pending.learn("team".into(), shared, Ownership::Allocated);
         assert_eq!(
             reasons(&pending),
             [(Reason::Unallocated, 1), (Reason::Unschedulable, 1)]
@@ -430,28 +434,28 @@ mod tests {
         };
         let allocated = json!({"allocation": {"devices": {"results": []}}});
         let ours = "capped.gpu.tranche.dev";
-        assert_eq!(Known::of(&claim(ours, json!({}))?), Known::Ours);
+        assert_eq!(Ownership::of(&claim(ours, json!({}))?), Ownership::Ours);
         assert_eq!(
-            Known::of(&claim(ours, allocated.clone())?),
-            Known::Allocated
+            Ownership::of(&claim(ours, allocated.clone())?),
+            Ownership::Allocated
         );
         assert_eq!(
-            Known::of(&claim("gpu.nvidia.com", allocated)?),
-            Known::Others
+            Ownership::of(&claim("gpu.nvidia.com", allocated)?),
+            Ownership::Others
         );
         Ok(())
     }
 
     #[test]
-    fn a_resource_without_a_class_is_asked_for_again_because_there_may_be_one_later() {
+    fn a_resource_without_a_class_is_looked_up_again_later() {
         let mut pending = Pending::default();
         let source = Source::Resource("nvidia.com/gpu".into());
         pending.apply(Event::Apply(pod("a", std::slice::from_ref(&source))));
-        pending.learn("team".into(), source.clone(), Known::Others);
+        pending.learn("team".into(), source.clone(), Ownership::Others);
         assert_eq!(number(&pending), 0);
         pending.read_again();
         assert_eq!(pending.to_read(9), [("team".into(), source.clone())]);
-        pending.learn("team".into(), source, Known::Ours);
+        pending.learn("team".into(), source, Ownership::Ours);
         assert_eq!(number(&pending), 1);
         pending.read_again();
         assert_eq!(pending.to_read(9), []);
@@ -462,7 +466,7 @@ mod tests {
         let mut pending = Pending::default();
         for (name, second) in [("young", 3000), ("old", 2000)] {
             let since = Timestamp::from_second(second).expect("a time");
-            pending.apply(Event::Apply(Waiting {
+            pending.apply(Event::Apply(WaitingPod {
                 since,
                 asks: true,
                 ..pod(name, &[])
@@ -475,7 +479,7 @@ mod tests {
     #[test]
     fn a_list_replaces_what_was_known_when_it_is_complete() {
         let mut pending = Pending::default();
-        let asks = |name| Waiting {
+        let asks = |name| WaitingPod {
             asks: true,
             ..pod(name, &[])
         };
@@ -489,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn so_many_pods_are_kept_and_no_more_and_none_without_claims() {
+    fn pods_with_claims_are_kept_up_to_a_limit() {
         let mut pending = Pending::default();
         for number in 0..=MOST {
             let name = format!("p{number}");
@@ -504,10 +508,10 @@ mod tests {
     }
 
     #[test]
-    fn of_a_claim_and_what_it_was_made_for_nothing_is_kept() {
+    fn a_source_that_no_pod_names_is_forgotten() {
         let mut pending = Pending::default();
         pending.apply(Event::Apply(pod("a", &[template("quarter")])));
-        pending.learn("team".into(), template("quarter"), Known::Ours);
+        pending.learn("team".into(), template("quarter"), Ownership::Ours);
         pending.apply(Event::Delete(pod("a", &[])));
         pending.to_read(9);
         assert!(pending.sources.is_empty());
@@ -528,7 +532,7 @@ mod tests {
                  "message": "0/2 nodes are available: 2 cannot allocate all claims."},
             ]},
         }))?;
-        let waiting = Waiting::of(&pod);
+        let waiting = WaitingPod::of(&pod);
         assert_eq!(
             *waiting.sources,
             [
@@ -546,7 +550,7 @@ mod tests {
             "spec": {"containers": [{"name": "c", "resources": {"requests": {
                 "deviceclass.resource.kubernetes.io/capped.gpu.tranche.dev": "1"}}}]},
         }))?;
-        let waiting = Waiting::of(&implicit);
+        let waiting = WaitingPod::of(&implicit);
         assert!(waiting.asks);
         assert_eq!(waiting.reason, Reason::NotScheduled);
         Ok(())
@@ -557,27 +561,27 @@ mod tests {
         for (requests, expected) in [
             (
                 json!([{"name": "g", "exactly": {"deviceClassName": "capped.gpu.tranche.dev"}}]),
-                Known::Ours,
+                Ownership::Ours,
             ),
             (
                 json!([{"name": "g", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]),
-                Known::Others,
+                Ownership::Others,
             ),
             (
                 json!([{"name": "g", "exactly": {"deviceClassName": "notgpu.tranche.dev"}}]),
-                Known::Others,
+                Ownership::Others,
             ),
             (
                 json!([{"name": "g", "firstAvailable": [
                     {"name": "a", "deviceClassName": "gpu.nvidia.com"},
                     {"name": "b", "deviceClassName": "hard.gpu.tranche.dev"}]}]),
-                Known::Ours,
+                Ownership::Ours,
             ),
         ] {
             let spec: DeviceClaim = serde_json::from_value(json!({"requests": requests}))?;
-            assert_eq!(whose(Some(&spec)), expected, "{requests}");
+            assert_eq!(ownership(Some(&spec)), expected, "{requests}");
         }
-        assert_eq!(whose(None), Known::Others);
+        assert_eq!(ownership(None), Ownership::Others);
         Ok(())
     }
 }

@@ -39,7 +39,7 @@ impl Replica {
         self.task.await.expect("no panic");
     }
 
-    /// Its machine loses the network; it goes on believing what it knew.
+    /// Its machine loses the network; the replica continues with what it knew.
     pub fn cut_off(&self) {
         self.cut.cancel();
     }
@@ -205,7 +205,7 @@ impl Cluster {
         }
     }
 
-    /// A plugin that lives: sees that slices of its epoch vanished, and asks for them again.
+    /// A running plugin sees that slices of its epoch vanished, and asks for them again.
     pub fn plugin(&self, node: &'static str, looks_every: Duration) -> JoinHandle<()> {
         let api = self.api.clone();
         let clock = self.clock.clone();

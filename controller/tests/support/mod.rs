@@ -25,7 +25,7 @@ use tokio_util::sync::CancellationToken;
 use tranche_serving::Clock;
 
 /// A write that was asked for and stored: verb, resource, name.
-pub type Record = (String, String, String);
+pub type StoredWrite = (String, String, String);
 
 /// What happens to a request before it is looked at.
 #[derive(Clone, Debug)]
@@ -45,7 +45,7 @@ struct Store {
     objects: BTreeMap<(String, String), Value>,
     history: Vec<(u64, String, Value)>,
     watches: Vec<(String, mpsc::UnboundedSender<(u64, Value)>)>,
-    writes: Vec<Record>,
+    writes: Vec<StoredWrite>,
     /// When each of these was stored.
     written_at: Vec<Instant>,
     /// Lists that were answered, by resource.
@@ -104,8 +104,8 @@ impl Api {
 
     async fn answer(&self, request: Request<Body>) -> Answer {
         let (parts, body) = request.into_parts();
-        let body = body.collect().await.expect("a whole body").to_bytes();
-        let body: Value = serde_json::from_slice(&body).unwrap_or(Value::Null);
+        let bytes = body.collect().await.expect("a whole body").to_bytes();
+        let body: Value = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
         let query: BTreeMap<String, String> = parts
             .uri
             .query()
@@ -213,8 +213,6 @@ impl Api {
         Response::new(StreamBody::new(events).boxed_unsync())
     }
 
-    // What a test does as somebody else.
-
     /// Stores an object as its owner would, whatever was there.
     pub fn put(&self, plural: &str, mut object: Value) {
         let mut store = self.store();
@@ -266,7 +264,7 @@ impl Api {
     }
 
     /// Writes so far, but those to leases.
-    pub fn writes(&self) -> Vec<Record> {
+    pub fn writes(&self) -> Vec<StoredWrite> {
         let store = self.store();
         let other = store
             .writes
@@ -275,7 +273,7 @@ impl Api {
         other.cloned().collect()
     }
 
-    /// How many.
+    /// The number of [`Self::writes`].
     pub fn write_count(&self) -> usize {
         let store = self.store();
         let other = store
@@ -286,7 +284,7 @@ impl Api {
     }
 
     /// Writes so far with the times at which they were stored, but those to leases.
-    pub fn writes_in_time(&self) -> Vec<(Instant, Record)> {
+    pub fn writes_in_time(&self) -> Vec<(Instant, StoredWrite)> {
         let store = self.store();
         let all = store.written_at.iter().zip(&store.writes);
         all.filter(|(_, (_, plural, _))| plural != "leases")
@@ -314,7 +312,7 @@ impl Api {
         self.store().lag = lag;
     }
 
-    /// What the next requests whose `verb resource` begins with the text meet.
+    /// Sets the faults of the next requests whose `verb resource` begins with `request`.
     pub fn fault(&self, request: &str, faults: impl IntoIterator<Item = Fault>) {
         self.store()
             .faults
@@ -434,11 +432,11 @@ impl Store {
             .as_array()
             .expect("conditions")
         {
-            let stored = &mut object["status"]["conditions"];
-            if stored.is_null() {
-                *stored = json!([]);
+            let conditions = &mut object["status"]["conditions"];
+            if conditions.is_null() {
+                *conditions = json!([]);
             }
-            let stored = stored.as_array_mut().expect("a list");
+            let stored = conditions.as_array_mut().expect("a list");
             stored.retain(|other| other["type"] != condition["type"]);
             stored.push(condition.clone());
         }

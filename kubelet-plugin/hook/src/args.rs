@@ -15,7 +15,7 @@ pub struct Link {
 
 /// A library for the loader's cache.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Library {
+pub struct CachedLibrary {
     /// What programs ask for.
     pub name: String,
     /// Its path, from the container's root.
@@ -47,7 +47,7 @@ pub enum Command {
         /// Folders with the driver's libraries, from the container's root.
         folders: Vec<PathBuf>,
         /// The driver's libraries; the container may have some of them only.
-        libraries: Vec<Library>,
+        libraries: Vec<CachedLibrary>,
         /// The host's ldconfig, linked statically.
         ldconfig: PathBuf,
     },
@@ -174,7 +174,7 @@ fn update_ldcache(options: Options) -> Result<Command, ArgsError> {
             "--folder" => folders.push(absolute(&value)?),
             "--library" => {
                 let (name, path) = pair(&value)?;
-                libraries.push(Library { name, path });
+                libraries.push(CachedLibrary { name, path });
             }
             "--ldconfig" => ldconfig = Some(absolute(&value)?),
             _ => return Err(ArgsError::Option(option)),
@@ -286,7 +286,7 @@ mod tests {
             ]),
             Ok(Command::UpdateLdcache {
                 folders: vec!["/a".into(), "/b".into()],
-                libraries: vec![Library {
+                libraries: vec![CachedLibrary {
                     name: "libx.so.1".into(),
                     path: "/b/libx.so.1".into()
                 }],

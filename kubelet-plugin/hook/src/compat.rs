@@ -32,8 +32,10 @@ impl DriverVersion {
     /// Reads two or more numbers, separated by dots.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
-        let numbers = text.split('.').map(|number| number.parse().ok());
-        let numbers = numbers.collect::<Option<Vec<u32>>>()?;
+        let numbers = text
+            .split('.')
+            .map(|number| number.parse().ok())
+            .collect::<Option<Vec<u32>>>()?;
         (numbers.len() >= 2).then_some(Self(numbers))
     }
 
@@ -111,8 +113,8 @@ mod tests {
 
     use super::*;
 
-    /// Of NVIDIA's container toolkit (testdata/compat, Apache-2.0): the ELF header and the note of a
-    /// real library.
+    /// The ELF header and the note of a real library, from NVIDIA's container toolkit (testdata/compat,
+    /// Apache-2.0).
     const WITH_NOTE: &[u8] = include_bytes!("../testdata/libcuda.so.575.57.08");
 
     fn version(text: &str) -> DriverVersion {

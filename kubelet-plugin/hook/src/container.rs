@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_relative_root_is_in_the_bundle_and_an_absolute_one_where_it_says() {
+    fn a_relative_root_is_in_the_bundle_and_an_absolute_one_is_not() {
         let (bundle, root) = root_with("rootfs");
         let expected = bundle.path().canonicalize().unwrap().join("rootfs");
         assert_eq!(root.unwrap(), expected);

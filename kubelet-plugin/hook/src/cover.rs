@@ -112,7 +112,7 @@ pub enum CoverError {
 pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered, CoverError> {
     let folders = libraries::folders(root, process)?;
     let mut covered = Covered::default();
-    // Before anything is covered, because the search reads the image's own files.
+    // This comes before anything is covered, because the search reads the image's own files.
     let compat = match &cover.node {
         Some(node) => compat::usable(root, node)?,
         None => None,
@@ -124,7 +124,7 @@ pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered,
         bind(root, &library.fd, &place)?;
         covered.compat = Some(library.path);
     }
-    let mut brought = BTreeSet::new();
+    let mut covered_folders = BTreeSet::new();
     for shim in &cover.shims {
         let source = mounted(root, &shim.path)?;
         let own = shim.path.parent();
@@ -136,15 +136,14 @@ pub fn cover(root: &Rootfs, process: &Process, cover: &Cover) -> Result<Covered,
                 continue;
             }
             bind(root, &source.fd, place)?;
-            brought.extend(place.path.parent().map(Path::to_owned));
+            covered_folders.extend(place.path.parent().map(Path::to_owned));
             covered.files.insert(place.path.clone());
         }
     }
     if covered.compat.is_none() {
-        let brought: Vec<PathBuf> = brought.into_iter().collect();
-        covered
-            .files
-            .extend(cover_companions(root, &brought, &cover.companions)?);
+        let folders: Vec<PathBuf> = covered_folders.into_iter().collect();
+        let companions = cover_companions(root, &folders, &cover.companions)?;
+        covered.files.extend(companions);
     }
     Ok(covered)
 }
@@ -217,8 +216,11 @@ fn is_shared(fd: &OwnedFd) -> Result<bool, CoverError> {
         Err(source) => Err(CoverError::Proc { path, source }),
     };
     let info = read(by_descriptor(fd).replace("/fd/", "/fdinfo/"))?;
-    let id = info.lines().find_map(|line| line.strip_prefix("mnt_id:"));
-    let id = id.unwrap_or_default().trim();
+    let id = info
+        .lines()
+        .find_map(|line| line.strip_prefix("mnt_id:"))
+        .unwrap_or_default()
+        .trim();
     let mounts = read("/proc/thread-self/mountinfo".to_owned())?;
     // proc_pid_mountinfo(5): optional fields from the seventh up to a "-".
     let mount = mounts

@@ -14,7 +14,7 @@ use std::process::{Command, Stdio};
 
 use tranche_cdi_hook::rootfs::{Rootfs, RootfsError};
 
-use crate::args::Library;
+use crate::args::CachedLibrary;
 use crate::loader_cache::LoaderCache;
 
 const CONFIGURATION: &str = "/etc/ld.so.conf";
@@ -57,7 +57,7 @@ pub enum LdcacheError {
 pub fn update(
     root: &Rootfs,
     folders: &[PathBuf],
-    libraries: &[Library],
+    libraries: &[CachedLibrary],
     ldconfig: &Path,
 ) -> Result<(), LdcacheError> {
     match configure(root, folders).and_then(|own| add(root, libraries, own)) {
@@ -104,13 +104,13 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<OwnConfiguration, Roo
     if root.read(Path::new(FOLDERS))?.as_deref() != Some(&lines) {
         root.write(Path::new(FOLDERS), &lines)?;
     }
-    let configuration = root.read(Path::new(CONFIGURATION))?;
-    let own = if configuration.is_none() && names.iter().all(is_ours) {
+    let stored = root.read(Path::new(CONFIGURATION))?;
+    let own = if stored.is_none() && names.iter().all(is_ours) {
         OwnConfiguration::Absent
     } else {
         OwnConfiguration::Present
     };
-    let configuration = configuration.unwrap_or_default();
+    let configuration = stored.unwrap_or_default();
     if !includes_folders(&configuration) {
         let both = [INCLUDE, &configuration].concat();
         root.write(Path::new(CONFIGURATION), &both)?;
@@ -118,9 +118,13 @@ fn configure(root: &Rootfs, folders: &[PathBuf]) -> Result<OwnConfiguration, Roo
     Ok(own)
 }
 
-/// Adds the libraries to the image's own cache, or to an empty one where the image has nothing for the loader;
-/// whether that could be done.
-fn add(root: &Rootfs, libraries: &[Library], own: OwnConfiguration) -> Result<bool, RootfsError> {
+/// Adds the libraries to the image's own cache, or to an empty one where the image has nothing for the loader.
+/// Returns whether that could be done.
+fn add(
+    root: &Rootfs,
+    libraries: &[CachedLibrary],
+    own: OwnConfiguration,
+) -> Result<bool, RootfsError> {
     if root.read(Path::new(COMPAT))?.is_some() {
         // An image's own libcuda comes before the driver's.
         return Ok(false);
@@ -170,7 +174,7 @@ fn run(root: &Rootfs, ldconfig: &Path) -> Result<(), LdcacheError> {
         .stdin(Stdio::null())
         .arg("-r")
         .arg(root.path())
-        // Without making links: create-links makes them, and the image's own stay unchanged.
+        // `-X` makes no links: create-links makes them, and the image's own stay unchanged.
         .args(["-X", "-f", CONFIGURATION, "-C", CACHE])
         .output()
         .map_err(|source| LdcacheError::Run {
@@ -289,11 +293,11 @@ mod tests {
         assert_eq!(names.len(), 1, "{names:?}");
     }
 
-    /// Where ldconfig would have to run, this says so.
+    /// No program: if ldconfig would have to run, the error says so.
     const NOWHERE: &str = "/nowhere/ldconfig";
 
-    fn library() -> [Library; 1] {
-        [Library {
+    fn library() -> [CachedLibrary; 1] {
+        [CachedLibrary {
             name: "libtranche-test.so.6".into(),
             path: "/opt/driver/lib/libtranche-test.so.6".into(),
         }]
@@ -311,7 +315,7 @@ mod tests {
             .args(["-X", "-f", "/nothing"])
             .status();
         assert!(ran.unwrap().success() && !has_it());
-        let absent = Library {
+        let absent = CachedLibrary {
             name: "libabsent.so.1".into(),
             path: "/opt/driver/lib/libabsent.so.1".into(),
         };
@@ -338,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn folders_that_only_the_images_configuration_names_are_left_to_ldconfig() {
+    fn folders_of_the_images_configuration_are_left_to_ldconfig() {
         for path in ["etc/ld.so.conf", "etc/ld.so.conf.d/own.conf"] {
             let (dir, root) = image();
             let path = dir.path().join(path);
@@ -378,8 +382,9 @@ mod tests {
     #[test]
     fn a_missing_program_is_named_with_the_way_out() {
         let (_dir, root) = image();
-        let error = update(&root, &folders(), &[], Path::new(NOWHERE)).unwrap_err();
-        let error = error.to_string();
+        let error = update(&root, &folders(), &[], Path::new(NOWHERE))
+            .unwrap_err()
+            .to_string();
         assert!(
             error.contains("/nowhere/ldconfig") && error.contains("restart"),
             "{error}"

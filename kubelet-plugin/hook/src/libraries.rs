@@ -77,7 +77,7 @@ const DEFAULT: [&str; 16] = [
 
 /// Folders of images and packages with parts of NVIDIA's driver: Debian's alternatives, the folder
 /// that Kubernetes device plugins mount, conda's `cuda-compat`.
-const BROUGHT: [&str; 7] = [
+const DRIVER_FOLDERS: [&str; 7] = [
     "/usr/lib/x86_64-linux-gnu/nvidia/current",
     "/usr/lib/aarch64-linux-gnu/nvidia/current",
     "/usr/local/nvidia/lib",
@@ -112,7 +112,7 @@ pub fn folders(root: &Rootfs, process: &Process) -> Result<Vec<PathBuf>, SearchE
         folders.extend(with_library_token(&folder));
     }
     folders.extend(configured(root)?);
-    folders.extend(DEFAULT.iter().chain(&BROUGHT).map(PathBuf::from));
+    folders.extend(DEFAULT.iter().chain(&DRIVER_FOLDERS).map(PathBuf::from));
     let mut toolkits = expand(root, Path::new("/usr/local/cuda*"))?;
     toolkits.extend(expand(root, Path::new("/opt/cuda*"))?);
     for variable in TOOLKIT_VARIABLES {
@@ -276,13 +276,11 @@ fn configured(root: &Rootfs) -> Result<Vec<PathBuf>, SearchError> {
                 Some(_) => {
                     // Folders may be separated by colons and commas too (glibc's ldconfig.c), and
                     // may be followed by `=TYPE`.
-                    let names = line.split([':', ',', ' ', '\t']);
-                    let names = names.map(|name| name.split('=').next().unwrap_or_default());
-                    folders.extend(
-                        names
-                            .filter(|name| name.starts_with('/'))
-                            .map(PathBuf::from),
-                    );
+                    let names = line
+                        .split([':', ',', ' ', '\t'])
+                        .map(|name| name.split('=').next().unwrap_or_default())
+                        .filter(|name| name.starts_with('/'));
+                    folders.extend(names.map(PathBuf::from));
                 }
             }
             if folders.len() + files.len() > MOST_FOLDERS {

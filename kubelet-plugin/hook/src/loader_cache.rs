@@ -45,7 +45,7 @@ struct Entry {
     hwcap: u64,
 }
 
-/// Another library of this name is in the cache: which of them comes first is for `ldconfig` to say.
+/// Another library of this name is in the cache: only `ldconfig` can decide which of them comes first.
 #[derive(Debug, PartialEq, Eq)]
 pub struct OtherOfThatName;
 
@@ -106,7 +106,7 @@ impl LoaderCache {
                     let names = content.chunks_exact(4).map(|name| string(word(name, 0)?));
                     self.hwcaps = names.collect::<Option<_>>()?;
                 }
-                // Of a later glibc.
+                // A section of a later glibc.
                 _ => return None,
             }
         }
@@ -124,7 +124,7 @@ impl LoaderCache {
             let is_it = entry.path == path && entry.flags == X86_64;
             return if is_it { Ok(()) } else { Err(OtherOfThatName) };
         }
-        // From the greatest name to the least, as the loader searches.
+        // Entries are sorted from the greatest name to the least, as the loader searches.
         let place = self
             .entries
             .partition_point(|entry| compare(&entry.name, name) == Ordering::Greater);
@@ -351,7 +351,7 @@ mod tests {
         assert_eq!(listed(dir.path()), expected);
     }
 
-    /// With this machine's own cache, whatever its glibc writes.
+    /// This reads this machine's own cache, whatever its glibc writes.
     #[test]
     fn a_real_cache_is_read_and_written_without_a_change() {
         let bytes = fs::read("/etc/ld.so.cache").unwrap();
@@ -377,7 +377,7 @@ mod tests {
 
     /// Programs find the added library through it, and every other library in the loader's default folders.
     #[test]
-    fn a_cache_of_the_added_libraries_alone_is_enough_for_the_loader() {
+    fn a_cache_of_only_the_added_libraries_suffices_for_the_loader() {
         let dir = image();
         let driver = dir.path().join("opt/driver");
         fs::create_dir_all(&driver).unwrap();

@@ -84,7 +84,7 @@ impl Rootfs {
                 source,
             }
         };
-        // Nearly always it exists.
+        // It nearly always exists.
         match self.open_in(path, FOLDER) {
             Err(Errno::NOENT) => {}
             other => return other.map_err(failed("open folder")),
@@ -153,8 +153,8 @@ impl Rootfs {
             .map_or(0, |meta| meta.len().min(LONGEST_FILE));
         // One read, not one for each doubling of the buffer; the end is found in the last byte.
         let mut content = Vec::with_capacity(usize::try_from(length).unwrap_or(0) + 1);
-        let mut file = std::io::Read::take(file, LONGEST_FILE);
-        match std::io::Read::read_to_end(&mut file, &mut content) {
+        let mut limited = std::io::Read::take(file, LONGEST_FILE);
+        match std::io::Read::read_to_end(&mut limited, &mut content) {
             Ok(_) => Ok(Some(content)),
             Err(e) => Err(failed(Errno::from_io_error(&e).unwrap_or(Errno::IO))),
         }
@@ -174,7 +174,7 @@ impl Rootfs {
             OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let create = || rustix::fs::openat(&folder, &temporary, flags, Mode::from_raw_mode(0o644));
         let created = match create() {
-            // What an interrupted run left, or the image brings.
+            // An interrupted run left it, or the image has it.
             Err(Errno::EXIST) => {
                 rustix::fs::unlinkat(&folder, &temporary, AtFlags::empty()).map_err(failed)?;
                 create()
@@ -205,8 +205,8 @@ impl Rootfs {
 
     /// The path of an open file without links, from the root.
     fn real_path(&self, fd: &OwnedFd) -> rustix::io::Result<PathBuf> {
-        let real = rustix::fs::readlink(by_descriptor(fd), Vec::new())?;
-        let real = Path::new(OsStr::from_bytes(real.as_bytes()));
+        let target = rustix::fs::readlink(by_descriptor(fd), Vec::new())?;
+        let real = Path::new(OsStr::from_bytes(target.as_bytes()));
         let inside = real.strip_prefix(&self.path).unwrap_or(real);
         Ok(Path::new("/").join(inside))
     }

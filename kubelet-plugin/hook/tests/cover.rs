@@ -143,7 +143,7 @@ fn every_copy_that_is_found_shows_the_shim() {
             node(REAL),
         ]
     );
-    // In the container's mount namespace only.
+    // The mounts are in the container's mount namespace only.
     for path in image {
         assert_eq!(
             std::fs::read_to_string(bundle.in_image(path)).unwrap(),
@@ -166,7 +166,7 @@ fn a_covered_file_cannot_be_written() {
 }
 
 #[test]
-fn a_newer_libcuda_for_forward_compatibility_becomes_the_one_behind_the_shim() {
+fn the_shim_loads_a_newer_libcuda_for_forward_compatibility() {
     let compat = "/usr/local/cuda/compat/libcuda.so.575.57.08";
     let jit = "/usr/local/cuda/compat/libnvidia-ptxjitcompiler.so.575.57.08";
     let bundle = Bundle::new(&[compat, jit], &[]);
@@ -222,13 +222,13 @@ fn without_the_shims_mount_the_container_does_not_start() {
         refused.contains(SHIM) && refused.contains("not mounted read-only"),
         "{refused}"
     );
-    // Also if nothing is to be covered, because the cap would not hold.
+    // This fails even if nothing is to be covered, because the cap would not hold.
     let refused = refusal(&Bundle::new(&[], &[]).run_without_mounts("$hook <$bundle/state.json"));
     assert!(refused.contains(SHIM), "{refused}");
 }
 
 #[test]
-fn a_library_on_a_volume_that_the_host_shares_is_not_covered_and_the_container_does_not_start() {
+fn a_library_on_a_volume_that_the_host_shares_fails_the_start() {
     let bundle = Bundle::new(&["/volume/libcuda.so.1"], &["LD_LIBRARY_PATH=/volume"]);
     let share = "mount --bind rootfs/volume rootfs/volume; mount --make-shared rootfs/volume";
     let refused = refusal(&bundle.run(&format!("{share}; $hook <state.json")));
@@ -238,7 +238,7 @@ fn a_library_on_a_volume_that_the_host_shares_is_not_covered_and_the_container_d
 }
 
 #[test]
-fn a_library_that_cannot_be_covered_is_named_and_the_container_does_not_start() {
+fn an_uncoverable_library_is_named_and_fails_the_start() {
     let file = "/usr/local/cuda/compat/libcuda.so.1";
     let bundle = Bundle::new(&[file], &[]);
     // Without CAP_SYS_ADMIN.

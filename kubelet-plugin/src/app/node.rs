@@ -24,10 +24,10 @@ use tranche_serving::access::Access;
 use crate::args::Args;
 use crate::claim::executor::Executor;
 use crate::claim::orphans::{OrphanSearch, suspicions};
-use crate::claim::preparer::{Parts, Preparer, Reporter};
+use crate::claim::preparer::{Preparer, PreparerParts, Reporter};
 use crate::claim::reporter::ClusterReporter;
-use crate::cluster::claims::Claims as ClaimReader;
-use crate::cluster::competing_drivers::{CompetingDriverSearch, Places};
+use crate::cluster::claims::ClaimReader;
+use crate::cluster::competing_drivers::{CompetingDriverSearch, SocketFolders};
 use crate::cluster::events::Events;
 use crate::cluster::gpu_node::{GpuNodeWriter, Sources};
 use crate::cluster::node_policy::NodePolicy;
@@ -155,17 +155,17 @@ impl Node {
         (node, senders)
     }
 
-    /// Reads the journal, installs the files for containers, and makes what prepares claims.
+    /// Reads the journal, installs the files for containers, and makes the preparer of claims.
     pub fn claims(&self) -> anyhow::Result<Claims> {
-        let audit = audit::Place {
+        let settings = audit::TrailSettings {
             folder: self.layout.audit(),
             node: self.args.node_name.clone(),
             limits: audit::Limits::of(self.args.audit_files),
             retry: AUDIT_RETRY,
             clock: Clock::system(),
         };
-        let audit = Audit::start(Arc::clone(&self.fs), audit, Arc::clone(&self.metrics));
-        let audit = Arc::new(audit);
+        let trail = Audit::start(Arc::clone(&self.fs), settings, Arc::clone(&self.metrics));
+        let audit = Arc::new(trail);
         let fs = Arc::clone(&self.fs);
         let executor = Executor::new(fs, self.layout.clone(), Arc::clone(&audit))?;
         let ledger = Arc::new(recover(&*self.fs, &self.layout, &executor)?);
@@ -176,7 +176,7 @@ impl Node {
             self.driver.clone(),
         ));
         let (suspect_orphans, suspicions) = suspicions();
-        let preparer = Preparer::new(Parts {
+        let preparer = Preparer::new(PreparerParts {
             pool: names::pool(&self.args.node_name),
             spec_file: Arc::clone(&self.spec_file),
             executor,
@@ -233,7 +233,7 @@ impl Node {
     }
 
     pub fn usage(&self, claims: &Claims) -> Arc<Usage> {
-        let parts = usage::Parts {
+        let parts = usage::UsageParts {
             node: self.args.node_name.clone(),
             ledger: Arc::clone(&claims.ledger),
             layout: self.layout.clone(),
@@ -244,7 +244,7 @@ impl Node {
         Arc::new(Usage::new(parts, Reader::new(self.kept_nvml())))
     }
 
-    /// Health, metrics and usage.
+    /// Serves health, metrics and usage.
     pub fn serve_http(
         &self,
         claims: &Claims,
@@ -277,7 +277,7 @@ impl Node {
         ));
     }
 
-    /// What happens to held shares. Returns the GPUs with memory that has no owner.
+    /// Starts what watches held shares. Returns the GPUs with memory that has no owner.
     pub fn watch_shares(
         &self,
         claims: &Claims,
@@ -286,7 +286,7 @@ impl Node {
         stop: &CancellationToken,
     ) -> watch::Receiver<Vec<WithheldGpu>> {
         let (ledger, layout, proc) = (&claims.ledger, &self.layout, &self.args.proc);
-        let watched = watchdog::Parts {
+        let watched = watchdog::WatchdogParts {
             ledger: Arc::clone(ledger),
             layout: layout.clone(),
             policy: self.policy.clone(),
@@ -315,7 +315,7 @@ impl Node {
         unowned
     }
 
-    /// The driver and what Tranche changes on GPUs. Returns the GPUs with an MPS daemon that does not answer.
+    /// Starts what watches the driver and reconciles the GPUs. Returns the GPUs with an MPS daemon that does not answer.
     pub fn watch_gpus(
         &self,
         claims: &Claims,
@@ -344,7 +344,7 @@ impl Node {
         daemons
     }
 
-    /// What the GpuNode tells.
+    /// The sources of the GpuNode's status.
     pub fn sources(
         &self,
         claims: &Claims,
@@ -361,7 +361,7 @@ impl Node {
         }
     }
 
-    /// The GpuNode, and other systems that hand out the node's GPUs.
+    /// Starts the writer of the GpuNode, and the search for other systems that hand out the node's GPUs.
     pub fn watch_cluster(
         &self,
         sources: Sources,
@@ -371,12 +371,12 @@ impl Node {
         stop: &CancellationToken,
     ) {
         let node = &self.args.node_name;
-        let places = Places {
+        let folders = SocketFolders {
             device_plugins: self.args.device_plugins_dir.clone(),
             registry: self.args.registry_dir.clone(),
         };
         let pods = Arc::clone(&self.pods);
-        let search = CompetingDriverSearch::new(places, pods, self.client.clone(), node.clone());
+        let search = CompetingDriverSearch::new(folders, pods, self.client.clone(), node.clone());
         let gpu_node = GpuNodeWriter::new(
             self.client.clone(),
             node.clone(),
@@ -388,7 +388,7 @@ impl Node {
         helpers.spawn(gpu_node.run(sources, policy, stop.clone()));
     }
 
-    /// Claims that the kubelet does not release.
+    /// Starts the search for claims that the kubelet does not release.
     pub fn search_orphans(
         &self,
         claims: Claims,
@@ -426,7 +426,7 @@ async fn serve_health(listener: TcpListener, health: Health, stop: CancellationT
     }
 }
 
-/// The claims of the journal. Removes what earlier runs left without one.
+/// The claims of the journal. Removes what earlier runs left without a journal.
 fn recover(fs: &dyn Fs, layout: &Layout, executor: &Executor) -> anyhow::Result<Ledger> {
     let loaded = executor.recover()?;
     // A claim whose journal cannot be read may use any of them.

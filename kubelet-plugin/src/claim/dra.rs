@@ -91,8 +91,8 @@ impl DraPlugin for DraService {
                 }
             }
         };
-        let claims = request.into_inner().claims;
-        let claims = self.each(Method::Prepare, claims, one).await;
+        let requested = request.into_inner().claims;
+        let claims = self.each(Method::Prepare, requested, one).await;
         Ok(Response::new(NodePrepareResourcesResponse { claims }))
     }
 
@@ -109,8 +109,8 @@ impl DraPlugin for DraService {
                 }
             }
         };
-        let claims = request.into_inner().claims;
-        let claims = self.each(Method::Unprepare, claims, one).await;
+        let requested = request.into_inner().claims;
+        let claims = self.each(Method::Unprepare, requested, one).await;
         Ok(Response::new(NodeUnprepareResourcesResponse { claims }))
     }
 }

@@ -40,7 +40,7 @@ use crate::ledger::journal::{Journal, Loaded};
 pub enum StepError {
     #[error(transparent)]
     Fs(#[from] FsError),
-    /// A GPU is not as the claim needs it, or not as the others need it without the claim.
+    /// A GPU could not be reconciled with what claims need.
     #[error(transparent)]
     Gpu(#[from] GpuError),
     /// The spec cannot be made.
@@ -93,7 +93,7 @@ fn joined(errors: &[StepError]) -> String {
 /// The allocation unit of a tmpfs.
 const PAGE: u64 = 4096;
 
-/// The size of the pages of a claim with so many devices, of which so many have an account.
+/// The size of a claim's pages.
 fn pages_size(devices: u64, accounts: u64) -> TmpfsSize {
     let account = (layout::LEN as u64).next_multiple_of(PAGE);
     // A cap page and its replacement.
@@ -110,7 +110,7 @@ fn pages_size(devices: u64, accounts: u64) -> TmpfsSize {
 #[error("{}", joined(.0))]
 pub struct UndoError(pub Vec<StepError>);
 
-/// How and when a claim ends.
+/// How a claim ends.
 #[derive(Clone, Copy)]
 pub struct End<'a> {
     pub how: Ended,
@@ -161,7 +161,7 @@ impl Executor {
     }
 
     /// Carries out a new plan completely, or undoes it. `dev_root` is the root of the device nodes, as the host
-    /// sees it. Returns the plan with what is known since its GPUs were prepared.
+    /// sees it. Returns the plan with what became known when its GPUs were prepared.
     pub fn execute(
         &self,
         record: &Record,
@@ -236,7 +236,7 @@ impl Executor {
         }
     }
 
-    /// What of its memory a claim still has in use, by the keys of its devices.
+    /// How much memory a claim still has in use, by the keys of its devices.
     fn held_at_end(&self, plan: &PreparationPlan, end: End<'_>) -> BTreeMap<String, HeldAtEnd> {
         let at_end = |device: &PreparedDevice| {
             let path = self.layout.share(&plan.allocation.uid, &device.key).account;
@@ -291,9 +291,11 @@ impl Executor {
     /// account page longer fills only this tmpfs. Pages that an earlier release made in the plain folder
     /// stay there, because containers have them mounted.
     fn mount_pages(&self, plan: &PreparationPlan) -> Result<(), FsError> {
-        let accounts = plan.steps.iter();
-        let accounts = accounts.filter(|step| matches!(step, Step::CreateAccountPage { .. }));
-        let accounts = accounts.count() as u64;
+        let accounts = plan
+            .steps
+            .iter()
+            .filter(|step| matches!(step, Step::CreateAccountPage { .. }))
+            .count() as u64;
         if accounts == 0 {
             return Ok(());
         }
@@ -446,7 +448,7 @@ impl Executor {
     }
 }
 
-/// What an account counts for living processes, in bytes. The charges of dead ones are reclaimed within a second.
+/// The bytes that an account counts for living processes. The charges of dead ones are reclaimed within a second.
 fn charged(account: &Path) -> Option<u64> {
     let file = AccountFile::open(account).ok()?;
     if file.is_in_use().ok()? {

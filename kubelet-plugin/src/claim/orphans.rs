@@ -28,9 +28,9 @@ use tracing::{debug, info, warn};
 use tranche_api::names::DRIVER;
 use tranche_driver::journal::Record;
 
-use self::schedule::{Found, INTERVAL, PAUSE, Schedule};
+use self::schedule::{INTERVAL, PAUSE, Presence, Schedule};
 use crate::claim::preparer::{Preparer, Reporter};
-use crate::cluster::claims::Claims;
+use crate::cluster::claims::ClaimReader;
 use crate::kubelet::pod_resources::Kubelet;
 use crate::ledger::Ledger;
 use crate::ledger::claim_ref::{ClaimRef, claim_of};
@@ -49,7 +49,7 @@ pub fn suspicions() -> (mpsc::Sender<String>, mpsc::Receiver<String>) {
 #[derive(Debug)]
 pub struct OrphanSearch {
     pub preparer: Arc<Preparer>,
-    pub claims: Claims,
+    pub claims: ClaimReader,
     /// Lists which claims the pods use.
     pub kubelet: Arc<dyn Kubelet>,
     /// Reports the status of a claim that an earlier process did not report.
@@ -91,7 +91,7 @@ impl OrphanSearch {
     /// answered; `answered_before` says whether it did the last time.
     async fn refresh(&self, schedule: &mut Schedule, answered_before: bool) -> bool {
         let preparer = Arc::clone(&self.preparer);
-        // Claims with unreadable journals are not held until they can be read. It fails only at shutdown.
+        // Claims with unreadable journals are not held until they can be read. This fails only at shutdown.
         let _ = tokio::task::spawn_blocking(move || preparer.read_refused_again()).await;
         // A claim may have become held only a moment ago.
         let listing = self.kubelet.list(Duration::ZERO).await;
@@ -135,7 +135,7 @@ impl OrphanSearch {
         };
         let claim = claim_of(&record);
         let found = self.query(&claim, &record).await;
-        if found == Found::Gone {
+        if found == Presence::Gone {
             // The last list may be a minute old.
             kubelet_tells = self.refresh(schedule, kubelet_tells).await;
         }
@@ -149,22 +149,22 @@ impl OrphanSearch {
         kubelet_tells
     }
 
-    async fn query(&self, claim: &ClaimRef, record: &Arc<Record>) -> Found {
+    async fn query(&self, claim: &ClaimRef, record: &Arc<Record>) -> Presence {
         match self.claims.get(claim).await {
-            Ok(None) => Found::Gone,
+            Ok(None) => Presence::Gone,
             Ok(Some(object)) if is(&object, claim) => {
                 self.preparer.note_pods(record, &object);
                 if !has_devices_in_status(&object) {
                     // An earlier process was killed after its answer and before its report.
                     self.reporter.prepared(record);
                 }
-                Found::There
+                Presence::There
             }
-            Ok(Some(object)) if is_another(&object, claim) => Found::Gone,
-            Ok(Some(_)) => Found::Unknown,
+            Ok(Some(object)) if is_another(&object, claim) => Presence::Gone,
+            Ok(Some(_)) => Presence::Unknown,
             Err(error) => {
                 debug!(%claim, %error, "cannot determine whether the claim is gone");
-                Found::Unknown
+                Presence::Unknown
             }
         }
     }

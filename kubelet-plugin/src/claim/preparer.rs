@@ -1,4 +1,4 @@
-//! Prepares and unprepares claims: the order of things, the locks and the deadlines.
+//! Prepares and unprepares claims: the order of the steps, the locks and the deadlines.
 //!
 //! ```text
 //!  claim lock ─► GET ─► UID, allocation ─► ledger: plan, reserve ─► execute ─► hold ─► answer
@@ -38,7 +38,7 @@ pub use error::{PrepareError, Problem, UnprepareError};
 
 use self::in_use::refuse_in_use;
 use crate::claim::executor::{End, ExecuteError, Executor, StepError, UndoError};
-use crate::cluster::claims::Claims;
+use crate::cluster::claims::ClaimReader;
 use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverState, Ready, SpecFile};
 use crate::gpu::gpus::Gpus;
@@ -63,7 +63,7 @@ const PATIENCE: Duration = Duration::from_secs(25);
 /// The pause before a GPU that somebody else has open is tried again.
 const IN_USE_PAUSE: Duration = Duration::from_secs(1);
 
-/// The pause before a claim is tried again whose processes have not ended.
+/// The pause before a claim whose processes have not ended is tried again.
 const ENDING_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long a claim waits for the policy of its GPUs. The plugin reads it when it starts, and the controller publishes
@@ -82,7 +82,7 @@ pub trait Reporter: Send + Sync + std::fmt::Debug {
 
 /// What a preparer needs.
 #[derive(Debug)]
-pub struct Parts {
+pub struct PreparerParts {
     pub pool: String,
     /// The driver's CDI spec.
     pub spec_file: Arc<SpecFile>,
@@ -96,7 +96,7 @@ pub struct Parts {
     pub others: watch::Receiver<Option<Verdict>>,
     /// What the policies ask of this node.
     pub policy: watch::Receiver<NodePolicy>,
-    pub claims: Claims,
+    pub claims: ClaimReader,
     pub ledger: Arc<Ledger>,
     pub reporter: Arc<dyn Reporter>,
     pub metrics: Arc<Metrics>,
@@ -113,14 +113,14 @@ pub struct Parts {
 /// Prepares and unprepares the claims of this node.
 #[derive(Debug)]
 pub struct Preparer {
-    parts: Parts,
+    parts: PreparerParts,
     locks: Arc<Locks>,
 }
 
 impl Preparer {
     /// Starts with free locks.
     #[must_use]
-    pub fn new(parts: Parts) -> Arc<Self> {
+    pub fn new(parts: PreparerParts) -> Arc<Self> {
         Arc::new(Self {
             parts,
             locks: Arc::default(),
@@ -229,7 +229,7 @@ impl Preparer {
         allocation: &Allocation,
         pods: &BTreeSet<Pod>,
     ) -> Result<Arc<Record>, Problem> {
-        let Parts {
+        let PreparerParts {
             ledger,
             executor,
             gpus,
@@ -248,8 +248,9 @@ impl Preparer {
                 let policy = self.parts.policy.borrow();
                 let plan = plan(allocation, &ready.inventory, others)?;
                 refuse_unknown_policy(&plan, &policy)?;
-                let plan = plan.with_time_slices(|gpu| policy.interval(gpu));
-                Ok(plan.with_capabilities(|gpu| policy.capabilities(gpu)))
+                Ok(plan
+                    .with_time_slices(|gpu| policy.interval(gpu))
+                    .with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {
                 // A boot removed its pages, so no container uses them: it gets pages of this
@@ -267,9 +268,9 @@ impl Preparer {
                     if plan == record.plan {
                         return Ok(record);
                     }
-                    let record = Arc::new(record.with_plan(plan));
-                    ledger.replace(Arc::clone(&record));
-                    return Ok(record);
+                    let rebuilt = Arc::new(record.with_plan(plan));
+                    ledger.replace(Arc::clone(&rebuilt));
+                    return Ok(rebuilt);
                 }
                 // Nothing of the old allocation is in use.
                 Booking::Moved(record) => {
@@ -315,7 +316,7 @@ impl Preparer {
 
     /// The record of a claim, whose lock the caller holds.
     fn recorded(&self, uid: &str) -> Result<Option<Arc<Record>>, Problem> {
-        let Parts {
+        let PreparerParts {
             ledger, executor, ..
         } = &self.parts;
         ledger.reload(uid, || executor.journal().load(uid));
@@ -325,7 +326,7 @@ impl Preparer {
     /// Reads unreadable journals again: they may have been repaired or deleted, and until then they block
     /// other claims.
     pub fn read_refused_again(&self) {
-        let Parts {
+        let PreparerParts {
             ledger, executor, ..
         } = &self.parts;
         for uid in ledger.refused().keys() {
@@ -369,9 +370,9 @@ impl Preparer {
 
     /// A withheld GPU may have been allocated before it was known to be withheld.
     fn refuse_withheld(&self, plan: &PreparationPlan, ready: &Ready) -> Result<(), Problem> {
-        let others = self.parts.others.borrow();
-        let others = others.iter().flat_map(|verdict| &verdict.withheld);
-        refuse_withheld(plan, &ready.withheld.iter().chain(others))?;
+        let verdict = self.parts.others.borrow();
+        let by_others = verdict.iter().flat_map(|verdict| &verdict.withheld);
+        refuse_withheld(plan, &ready.withheld.iter().chain(by_others))?;
         Ok(())
     }
 
@@ -400,7 +401,7 @@ impl Preparer {
                 }
             }
         }
-        // Without one all GPUs are withheld.
+        // Without a spec all GPUs are withheld.
         if let Some(spec) = &ready.spec {
             parts.spec_file.ensure(spec)?;
         }
@@ -408,7 +409,7 @@ impl Preparer {
     }
 
     fn undo(&self, record: &Record, how: Ended) -> Result<(), UndoError> {
-        let Parts {
+        let PreparerParts {
             executor,
             gpus,
             last_findings,
@@ -429,8 +430,8 @@ impl Preparer {
         audit.joined(record, &pods_of(object));
     }
 
-    /// Releases a claim whose pods have ended; one that is not held is released already. Waits for processes that still run: the
-    /// kubelet asks within a minute after a pod was deleted by force, also while its runtime has not ended the containers.
+    /// Releases a claim whose pods have ended; succeeds if it is not held. Waits for processes that still run: within a minute after
+    /// a pod was deleted by force the kubelet calls, even if its runtime has not ended the containers.
     pub async fn unprepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<(), UnprepareError> {
         self.release(claim, Ended::Unprepared, PATIENCE).await
     }
@@ -485,7 +486,7 @@ impl Preparer {
 
     /// Releases a claim, whose lock the caller holds, if nobody uses its devices.
     fn release_unused(&self, uid: &str, ended: Ended) -> Result<(), Problem> {
-        let Parts {
+        let PreparerParts {
             ledger,
             executor,
             layout,
@@ -497,7 +498,7 @@ impl Preparer {
                 refuse_in_use(&record, containers, layout)?;
                 self.undo(&record, ended)?;
             }
-            // Its journal may have been deleted by hand, and what it made not.
+            // Its journal may have been deleted by hand, but not its files.
             None => executor.sweep(uid)?,
         }
         ledger.remove(uid);
@@ -517,7 +518,7 @@ fn refuse_unknown_policy(plan: &PreparationPlan, policy: &NodePolicy) -> Result<
     }
 }
 
-/// A program that has just ended, or a monitor, has the GPU open. Nothing tells when it closes it.
+/// Whether a program that is just ending, or a monitor, has the GPU open. Nothing tells when it closes the GPU.
 fn is_in_use(error: &ExecuteError) -> bool {
     matches!(&error.error, StepError::Gpu(error) if error.is_in_use()) && error.cleanup.is_empty()
 }

@@ -33,17 +33,17 @@ pub enum ReadError {
 
 /// Reads claims, one at a time.
 #[derive(Clone)]
-pub struct Claims {
+pub struct ClaimReader {
     client: Client,
 }
 
-impl fmt::Debug for Claims {
+impl fmt::Debug for ClaimReader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Claims")
+        f.write_str("ClaimReader")
     }
 }
 
-impl Claims {
+impl ClaimReader {
     /// Uses a client that does not retry by itself.
     #[must_use]
     pub fn new(client: Client) -> Self {

@@ -31,14 +31,14 @@ use crate::kubelet::pod_resources::Kubelet;
 const EVERY: Duration = Duration::from_secs(5);
 /// The time limit for an answer of a plugin or the kubelet.
 const DEADLINE: Duration = Duration::from_secs(3);
-/// How old the kubelet's answer may be: what others were told a moment ago.
+/// How old the kubelet's answer may be: another part may have asked a moment ago.
 const POD_RESOURCES_AGE: Duration = Duration::from_secs(4);
 /// How often the API server is asked for the slices of NVIDIA's DRA driver while it runs.
 const SLICES_EVERY: Duration = Duration::from_secs(30);
 
-/// The places to search.
+/// The folders to search.
 #[derive(Clone, Debug)]
-pub struct Places {
+pub struct SocketFolders {
     /// The kubelet's `device-plugins`, where device plugins have their sockets.
     pub device_plugins: PathBuf,
     /// The kubelet's `plugins_registry`, where DRA drivers have their registration sockets.
@@ -46,22 +46,22 @@ pub struct Places {
 }
 
 /// The API server's answer: GPU UUIDs by device, or why there is none.
-type Answer = Result<BTreeMap<String, String>, String>;
+type PublishedDevices = Result<BTreeMap<String, String>, String>;
 
 /// Searches for other systems.
 pub struct CompetingDriverSearch {
-    places: Places,
+    folders: SocketFolders,
     kubelet: Arc<dyn Kubelet>,
     slices: Api<ResourceSlice>,
     node: String,
     /// The newest answer of the API server, and when it was asked.
-    published: Option<(Instant, Answer)>,
+    published: Option<(Instant, PublishedDevices)>,
 }
 
 impl fmt::Debug for CompetingDriverSearch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CompetingDriverSearch")
-            .field("places", &self.places)
+            .field("folders", &self.folders)
             .finish_non_exhaustive()
     }
 }
@@ -69,9 +69,14 @@ impl fmt::Debug for CompetingDriverSearch {
 impl CompetingDriverSearch {
     /// A search on the node `node`.
     #[must_use]
-    pub fn new(places: Places, kubelet: Arc<dyn Kubelet>, client: Client, node: String) -> Self {
+    pub fn new(
+        folders: SocketFolders,
+        kubelet: Arc<dyn Kubelet>,
+        client: Client,
+        node: String,
+    ) -> Self {
         Self {
-            places,
+            folders,
             kubelet,
             slices: Api::all(client),
             node,
@@ -105,10 +110,10 @@ impl CompetingDriverSearch {
 
     /// Observes everything once.
     async fn observe(&mut self) -> Seen {
-        let Places {
+        let SocketFolders {
             device_plugins,
             registry,
-        } = self.places.clone();
+        } = self.folders.clone();
         let (plugin_sockets, dra_sockets, kubelet) = tokio::join!(
             live_sockets(&device_plugins, is_plugin_socket),
             live_sockets(&registry, is_dra_socket),
@@ -131,21 +136,22 @@ impl CompetingDriverSearch {
 
     /// The kubelet's device plugins, and the pods that hold devices of other systems.
     async fn ask_kubelet(&self) -> Result<providers::Kubelet, String> {
-        let listed = timeout(DEADLINE, self.kubelet.list(POD_RESOURCES_AGE)).await;
-        let listed = listed.map_err(|_| format!("no answer within {} s", DEADLINE.as_secs()))?;
-        let listing = listed.map_err(|error| error.to_string())?;
+        let listing = timeout(DEADLINE, self.kubelet.list(POD_RESOURCES_AGE))
+            .await
+            .map_err(|_| format!("no answer within {} s", DEADLINE.as_secs()))?
+            .map_err(|error| error.to_string())?;
         listing.others.clone()
     }
 
     /// The devices of NVIDIA's DRA driver on this node, with the UUIDs of their GPUs.
-    async fn slices(&mut self) -> Answer {
+    async fn slices(&mut self) -> PublishedDevices {
         let fresh =
             |(at, answer): &(Instant, Result<_, _>)| answer.is_ok() && at.elapsed() < SLICES_EVERY;
         if let Some((_, answer)) = self.published.as_ref().filter(|known| fresh(known)) {
             return answer.clone();
         }
         let fields = format!("spec.nodeName={},spec.driver={NVIDIA_DRIVER}", self.node);
-        // From the API server's cache: as current and as cheap as a watch.
+        // The API server answers from its cache: that is as current and as cheap as a watch.
         let params = ListParams::default().fields(&fields).match_any();
         let answer = match within(self.slices.list(&params)).await {
             Ok(Ok(list)) => Ok(list.items.iter().flat_map(uuids).collect()),

@@ -4,9 +4,9 @@
 //!
 //! The epoch grows when the kubelet (re)registered the plugin, when published slices of the current
 //! epoch vanished under the live plugin (the kubelet wiped them, or somebody deleted them), and when
-//! somebody deleted the GpuNode. Nothing is written before the driver was looked at: an inventory of
-//! an earlier life would offer GPUs that may be gone. Nothing is written that the API server has
-//! already. What the policies ask of the node comes back in the same object, see [`NodePolicy`].
+//! somebody deleted the GpuNode. Nothing is written before the driver was checked: the inventory of an
+//! earlier process could offer GPUs that are gone. What the API server has already is not written
+//! again. What the policies ask of the node comes back in the same object, see [`NodePolicy`].
 
 mod own;
 mod slices;
@@ -33,7 +33,7 @@ use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
 use tranche_driver::providers::Verdict;
 use tranche_serving::Clock;
 
-use self::own::Seen;
+use self::own::OwnEvent;
 use self::slices::OwnSlices;
 use crate::FIELD_MANAGER;
 use crate::cluster::api_server::{NoAnswer, within};
@@ -47,7 +47,7 @@ use crate::metrics::Metrics;
 /// How long published slices must be missing before that counts: the watch of the slices may be behind that of
 /// the GpuNode.
 const DEBOUNCE: Duration = Duration::from_secs(1);
-/// Pauses after a failed write: the first; it doubles up to the last.
+/// The first pause after a failed write; it doubles up to the last.
 const FIRST_RETRY: Duration = Duration::from_millis(250);
 const LAST_RETRY: Duration = Duration::from_secs(15);
 /// How often the API server's copy is read without a reason: somebody may have changed or deleted it.
@@ -64,11 +64,11 @@ enum Error {
     NodeWithoutUid(String),
 }
 
-/// Where what the GpuNode says comes from.
+/// The sources of the GpuNode's status.
 #[derive(Clone, Debug)]
 pub struct Sources {
     pub driver: watch::Receiver<DriverState>,
-    /// Other systems that hand out the GPUs; `None` until they were looked for.
+    /// Other systems that hand out the GPUs; `None` until the first search.
     pub others: watch::Receiver<Option<Verdict>>,
     /// GPUs that are withheld because memory of them has no owner.
     pub unowned: watch::Receiver<Vec<WithheldGpu>>,
@@ -99,16 +99,15 @@ impl fmt::Debug for GpuNodeWriter {
 /// What should be written.
 #[derive(Clone, Debug, Default)]
 struct Wanted {
-    /// The driver; `None` until it was looked at, and nothing is written before.
-    driver: Option<Driver>,
-    /// Other systems that hand out the GPUs; `None` until they were looked for, and nothing is written
-    /// before.
+    /// The driver; `None` until it was checked, and nothing is written before.
+    driver: Option<DriverReport>,
+    /// Other systems that hand out the GPUs; `None` until the first search, and nothing is written before.
     others: Option<Verdict>,
     /// GPUs with memory that has no owner.
     unowned: Vec<WithheldGpu>,
     /// GPUs whose MPS daemon does not answer.
     daemons: Vec<WithheldGpu>,
-    /// The epoch is to grow.
+    /// Whether the epoch must grow.
     bump: bool,
     /// The claims whose journals cannot be read.
     refused: Refused,
@@ -138,8 +137,8 @@ fn claims_known(refused: &Refused) -> State {
 
 /// The driver as the cluster sees it.
 #[derive(Clone, Debug)]
-struct Driver {
-    /// Missing where there is no driver to work with.
+struct DriverReport {
+    /// Missing without a usable driver.
     inventory: Option<Inventory>,
     /// GPUs that the driver itself rules out.
     withheld: Vec<WithheldGpu>,
@@ -148,13 +147,13 @@ struct Driver {
 }
 
 impl Wanted {
-    /// Whether everything that decides what is offered was looked at.
+    /// Whether everything that decides what is offered was checked.
     fn is_known(&self) -> bool {
         self.driver.is_some() && self.others.is_some()
     }
 }
 
-impl Driver {
+impl DriverReport {
     fn of(state: &DriverState) -> Option<Self> {
         let condition = |holds, reason, message| State {
             kind: DRIVER_READY,
@@ -179,7 +178,7 @@ impl Driver {
 }
 
 impl GpuNodeWriter {
-    /// Writes the GpuNode of `node`; what becomes of the driver is told as `events` too.
+    /// Writes the GpuNode of `node`; `events` report changes of the driver.
     #[must_use]
     pub fn new(
         client: Client,
@@ -241,7 +240,7 @@ impl GpuNodeWriter {
             tokio::select! {
                 () = stop.cancelled() => return,
                 Ok(()) = driver.changed() => {
-                    wanted.driver = Driver::of(&driver.borrow_and_update());
+                    wanted.driver = DriverReport::of(&driver.borrow_and_update());
                     dirty = true;
                 }
                 Ok(()) = refused.changed() => {
@@ -278,11 +277,11 @@ impl GpuNodeWriter {
                     }
                 }
                 Some(seen) = own.next() => match seen {
-                    Seen::Published(published) => {
+                    OwnEvent::Published(published) => {
                         note(&policy, NodePolicy::of(&published));
                         recorded = *published;
                     }
-                    Seen::Missing => dirty = true,
+                    OwnEvent::Missing => dirty = true,
                 },
                 _ = resync.tick() => dirty = true,
                 () = next_try.as_mut(), if dirty && wanted.is_known() => {
@@ -318,10 +317,9 @@ impl GpuNodeWriter {
         }
     }
 
-    /// Brings the API server up to date, and returns the epoch that holds.
+    /// Writes the GpuNode if it differs, and returns the present epoch.
     ///
-    /// `known` is the epoch that held before: it never shrinks, not even when somebody deleted the
-    /// GpuNode.
+    /// `known` is the epoch before: it never shrinks, not even when somebody deleted the GpuNode.
     async fn write(&self, wanted: &Wanted, known: i64) -> Result<i64, Error> {
         let (Some(driver), Some(others)) = (&wanted.driver, &wanted.others) else {
             return Ok(known);
@@ -332,7 +330,7 @@ impl GpuNodeWriter {
         };
         let old = node.status.clone().unwrap_or_default();
         let stored = old.registration.as_ref().map_or(0, |old| old.epoch);
-        // Lost with the object, the epoch must grow for the slices to be published again.
+        // If the epoch was lost with the object, it must grow, so that the slices are published again.
         let lost = stored < known;
         let registration = Registration {
             epoch: stored.max(known) + i64::from(wanted.bump || lost),
@@ -391,7 +389,7 @@ impl GpuNodeWriter {
         Ok(within(self.api().get_opt(&self.node)).await??)
     }
 
-    /// The garbage collector removes it with its Node.
+    /// Creates the GpuNode. The garbage collector removes it with its Node.
     async fn create(&self) -> Result<GpuNode, Error> {
         let nodes = Api::<Node>::all(self.client.clone());
         let node = within(nodes.get(&self.node)).await??;

@@ -30,8 +30,7 @@ impl NodePolicy {
         self.gpus.contains_key(gpu_uuid)
     }
 
-    /// Of the driver's libraries, those that containers with capped shares of a GPU get beside compute and
-    /// utility.
+    /// The driver's libraries that containers with capped shares of a GPU get beside compute and utility.
     #[must_use]
     pub fn capabilities(&self, gpu_uuid: &str) -> BTreeSet<Capability> {
         let gpu = self.gpus.get(gpu_uuid).into_iter();

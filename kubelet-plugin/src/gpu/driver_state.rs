@@ -41,8 +41,8 @@ use tranche_node::withheld::KnownGpus;
 
 /// How often its traces are compared.
 const CHECK: Duration = Duration::from_secs(2);
-/// When a driver whose traces changed is described once more. While the watchdog has NVML open, the loader and nvmlInit give
-/// that one to everybody in this process, with the GPUs that it found when it started.
+/// When a driver whose traces changed is described once more. While the watchdog has NVML open, all parts of this process share
+/// that NVML, with the GPUs that it found when it started.
 const AGAIN: Duration = Duration::from_secs(10);
 /// The first pause before a missing driver is searched for again; it doubles.
 const FIRST_RETRY: Duration = Duration::from_millis(500);
@@ -75,7 +75,7 @@ pub enum DriverError {
 }
 
 impl DriverError {
-    /// Whether NVML answers, and what a CUDA program needs beside it is missing.
+    /// Whether NVML answers, but something else that a CUDA program needs is missing.
     fn is_without_cuda(&self) -> bool {
         matches!(
             self,
@@ -152,7 +152,7 @@ pub struct SpecFile {
 }
 
 impl SpecFile {
-    /// At the path of `layout`.
+    /// The file at the path of `layout`.
     #[must_use]
     pub fn new(fs: Arc<dyn Fs>, layout: &Layout) -> Self {
         Self {
@@ -205,7 +205,7 @@ impl Observer {
                 let traces = observer.driver.traces();
                 (traces, observer.check())
             });
-            // Only at shutdown, when the runtime accepts no more blocking work.
+            // This fails only at shutdown, when the runtime accepts no more blocking work.
             let Ok((traces, check)) = check.await else {
                 return;
             };
@@ -284,7 +284,7 @@ impl Observer {
 
     /// Checks once. NVML is closed before the files are searched.
     fn check(&self) -> Result<Ready, DriverError> {
-        // An instance may come or go meanwhile, and a GPU leave its driver or come back: what is ours before or afterwards is ours.
+        // Instances and GPUs may come or go during the description: what is ours before or after it counts as ours.
         let mut ours = self.ours()?;
         let Opened {
             nvml, root, nodes, ..

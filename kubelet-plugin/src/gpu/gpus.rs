@@ -8,11 +8,11 @@
 //! ```
 //!
 //! The state belongs to the GPU and not to a claim, so it is no step of a claim's plan. It is reconciled before the plan's
-//! first step and after the last inverse. A crash between two calls needs no repair of its own: whoever comes next asks what
-//! is left to do. That is a claim's next call, or [`Gpus::settle`] when the driver is ready.
+//! first step and after the last inverse. A crash between two calls needs no repair of its own: the next reconciliation finds
+//! what is left to do. A claim's next call starts it, or [`Gpus::settle`] when the driver is ready.
 //!
 //! A GPU has one FIFO lock; claims on different GPUs do not wait for each other. NVML is open only while there is something
-//! to do, which a GPU without partitions and concurrent shares never has.
+//! to do. On a GPU without partitions and concurrent shares there never is.
 
 mod daemons;
 mod modes;
@@ -52,7 +52,7 @@ const RETRY: Duration = Duration::from_secs(30);
 /// Why a GPU is not as its claims want it.
 #[derive(Debug, thiserror::Error)]
 pub enum GpuError {
-    /// What Tranche changed on it is not known.
+    /// The record of Tranche's changes on it cannot be used.
     #[error(transparent)]
     Record(#[from] RecordError),
     #[error(transparent)]
@@ -71,15 +71,15 @@ pub enum GpuError {
     /// It cannot be partitioned, or the driver does not say how.
     #[error("GPU {gpu}: the driver does not report how MIG divides it")]
     NotDivided { gpu: String },
-    /// What the driver reports of its division is invalid.
+    /// The driver reports an invalid division of it.
     #[error("GPU {gpu}: {error}")]
     Geometry { gpu: String, error: GeometryError },
-    /// Its way to VFIO or back.
+    /// It cannot be bound to VFIO, or to its driver again.
     #[error(transparent)]
     Vfio(#[from] ReconcileError),
     #[error("GPU {gpu}: {error}")]
     Mps { gpu: String, error: MpsError },
-    /// It does not come to rest.
+    /// Its state does not settle.
     #[error(
         "GPU {gpu}: its state keeps changing: does somebody else change its MIG mode or its GPU instances?"
     )]
@@ -93,7 +93,7 @@ pub struct Hardware {
     pub groups: Arc<dyn Groups>,
     /// Closes the NVML of those that keep it open.
     pub gate: Gate,
-    /// How long a GPU that goes to VFIO is tried again while a process has it open: [`OPEN_PATIENCE`].
+    /// How long a GPU that is being bound to VFIO is tried again while a process has it open: [`OPEN_PATIENCE`].
     pub open_patience: Duration,
     /// The host's `/proc`.
     pub proc: PathBuf,
@@ -114,10 +114,10 @@ pub struct Gpus {
 /// What a claim gets of a GPU after its reconciliation.
 #[derive(Debug, Default)]
 struct Reconciled {
-    /// The N of `/dev/nvidiaN`, where NVML was asked.
+    /// The N of `/dev/nvidiaN`, if NVML was asked.
     minor: Option<u32>,
     partitions: BTreeMap<Place, MigDevice>,
-    /// Where the GPU is at VFIO.
+    /// Set if the GPU is bound to VFIO.
     group: Option<VfioGroup>,
 }
 
@@ -167,9 +167,9 @@ impl Gpus {
         Ok(plan)
     }
 
-    /// Takes back what only this plan needed of its GPUs. Where a GPU or its driver is missing there is nothing to take back
-    /// now: its instances are gone, and [`Self::settle`] does the rest when it returns. So it does where the MPS supervisor
-    /// does not answer: until then the GPU is given to no other tier.
+    /// Takes back what only this plan needed of its GPUs. If a GPU or its driver is missing, its instances are gone, and
+    /// [`Self::settle`] does the rest when it returns. [`Self::settle`] also ends daemons later if the MPS supervisor does not
+    /// answer; until then the GPU is given to no other tier.
     pub fn release(&self, plan: &PreparationPlan) -> Result<(), GpuError> {
         let gpus = plan.changed_gpus();
         if gpus.is_empty() {
@@ -202,7 +202,7 @@ impl Gpus {
         if !to_vfio {
             self.leave_vfio(gpu_uuid, &mut record)?;
         }
-        // A GPU that is at VFIO, or on its way, has nothing else of Tranche, and its driver may not know it.
+        // A GPU that is bound to VFIO, or is being bound, has nothing else of Tranche, and its driver may not know it.
         let mut reconciled = if record.vfio.is_none() {
             self.reconcile_modes(gpu_uuid, needs, held, &mut record)?
         } else {
@@ -274,7 +274,7 @@ impl GpuError {
         }
     }
 
-    /// Whether the GPU or its driver is not there, and so nothing of what Tranche made on it either.
+    /// Whether the GPU or its driver is missing, and with it everything that Tranche made on the GPU.
     fn is_absence(&self) -> bool {
         matches!(
             self,

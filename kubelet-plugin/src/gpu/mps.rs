@@ -1,5 +1,5 @@
-//! The MPS daemons of the node's GPUs and partitions, which the supervisor runs (ADR 0032): asked for when the first concurrent share is
-//! prepared, and after its last one was released.
+//! The MPS daemons of the node's GPUs and partitions, which the supervisor runs (ADR 0032). The supervisor is asked to start a daemon
+//! when the first concurrent share is prepared, and to end it after the last one was released.
 
 use std::fmt::Debug;
 
@@ -18,23 +18,23 @@ const DEFAULTS: Limits = Limits {
 /// Why a daemon is not as wanted.
 #[derive(Debug, thiserror::Error)]
 pub enum MpsError {
-    /// No UUID of a GPU.
+    /// Not the UUID of a GPU or MIG device.
     #[error(transparent)]
     Device(#[from] NotADevice),
-    /// The supervisor does not answer, or says why.
+    /// The supervisor does not answer, or refuses.
     #[error(transparent)]
     Supervisor(#[from] ClientError),
 }
 
-/// Who runs the daemons. Each call can be repeated, and waits: not for threads that run async tasks.
+/// Runs the daemons. Each call can be repeated, and blocks its thread: do not call from async tasks.
 pub trait Daemons: Send + Sync + Debug {
-    /// A daemon serves the GPU or MIG device, and has answered.
+    /// Ensures that a daemon serves the GPU or MIG device and answers.
     fn ensure(&self, device_uuid: &str) -> Result<(), MpsError>;
 
-    /// No daemon of Tranche serves the GPU or MIG device.
+    /// Ensures that no daemon of Tranche serves the GPU or MIG device.
     fn end(&self, device_uuid: &str) -> Result<(), MpsError>;
 
-    /// The daemons, as they are.
+    /// The daemons and their state.
     fn list(&self) -> Result<Vec<Daemon>, MpsError>;
 }
 

@@ -28,10 +28,9 @@ pub trait Fs: Send + Sync + std::fmt::Debug {
     /// Writes a whole file with exactly this mode; an existing file is replaced. Zeros at its end
     /// take no space.
     fn write(&self, path: &Path, content: &[u8], mode: u32) -> Result<(), FsError>;
-    /// Makes an existing file end after its first `at` bytes and then `content`: what a killed writer left behind `at` is
-    /// replaced.
+    /// Replaces everything behind the first `at` bytes of an existing file by `content`, also what a killed writer left there.
     fn append(&self, path: &Path, at: u64, content: &[u8]) -> Result<(), FsError>;
-    /// Takes room on the disk for an existing file of so many bytes, without a change of its length.
+    /// Reserves room on the disk for an existing file of so many bytes, without changing its length.
     fn reserve(&self, path: &Path, bytes: u64) -> Result<(), FsError>;
     /// Waits until a file's content or a folder's entries are on the disk.
     fn sync(&self, path: &Path) -> Result<(), FsError>;
@@ -108,8 +107,8 @@ impl Fs for HostFs {
                 .truncate(true)
                 .mode(mode)
                 .open(path)?;
-            // The umask may have reduced it, and the file may exist already. Every change of an inode may wait for the
-            // disk, so that none is made in vain.
+            // The umask may have reduced it, and the file may exist already. A change of an inode may wait for the disk,
+            // so the mode is set only if it differs.
             if file.metadata()?.mode() & 0o7777 != mode {
                 file.set_permissions(std::fs::Permissions::from_mode(mode))?;
             }
@@ -126,7 +125,7 @@ impl Fs for HostFs {
     fn append(&self, path: &Path, at: u64, content: &[u8]) -> Result<(), FsError> {
         let append = || {
             let file = OpenOptions::new().write(true).open(path)?;
-            // Also a change to the same length would give back reserved room.
+            // Even a change to the same length would give back reserved room.
             if file.metadata()?.len() != at {
                 file.set_len(at)?;
             }
@@ -199,8 +198,7 @@ impl Fs for HostFs {
             return Ok(());
         }
         let TmpfsSize { bytes, inodes } = size;
-        let options = CString::new(format!("size={bytes},nr_inodes={inodes},mode=755"));
-        let options = options
+        let options = CString::new(format!("size={bytes},nr_inodes={inodes},mode=755"))
             .map_err(io::Error::from)
             .at("mount a tmpfs on", path)?;
         let flags = MountFlags::NOEXEC | MountFlags::NOSUID | MountFlags::NODEV;
@@ -222,8 +220,7 @@ impl Fs for HostFs {
 
 /// Whether a path is the root of a mount, `None` if it does not exist.
 fn is_mounted(path: &Path) -> Result<Option<bool>, FsError> {
-    let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE);
-    let found = found
+    let found = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::TYPE)
         .map_err(io::Error::from)
         .at_if_there("look at", path)?;
     Ok(found.map(|found| found.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)))
@@ -232,8 +229,8 @@ fn is_mounted(path: &Path) -> Result<Option<bool>, FsError> {
 /// What is left of a file after a power failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Durability {
-    /// Its old content or its new one, whole: the content is waited for, its name is not. A file that was removed does not
-    /// come back.
+    /// The file has its old content or its new one, whole: the content is synced before the rename, the rename is not. A file
+    /// that was removed does not come back.
     Disk,
     /// It is rebuilt from the journal, or is on a tmpfs.
     Rebuilt,
@@ -249,7 +246,7 @@ fn temporary(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Removes what interrupted writes left in a folder, of files whose names begin with `prefix`.
+/// Removes what interrupted writes of files whose names begin with `prefix` left in a folder.
 pub fn remove_temporaries(fs: &dyn Fs, folder: &Path, prefix: &str) -> Result<(), FsError> {
     for name in fs.list(folder)? {
         if name.starts_with(prefix) && name.ends_with(TEMPORARY) {
@@ -507,7 +504,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reader_sees_the_old_file_or_the_new_one_wherever_the_writer_dies() {
+    fn a_reader_sees_a_whole_file_wherever_the_writer_dies() {
         for at in 0.. {
             let dir = tempfile::tempdir().unwrap();
             let path = dir.path().join("x.json");
@@ -529,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_on_the_disk_before_its_name_is_and_a_removed_one_does_not_come_back() {
+    fn a_file_is_synced_before_its_name_and_its_removal_lasts() {
         let dir = tempfile::tempdir().unwrap();
         let (fs, path) = (FaultyFs::recording(), dir.path().join("a"));
         replace(&fs, &path, b"x", 0o644, Durability::Disk).unwrap();

@@ -67,9 +67,9 @@ pub enum Needs {
 pub struct Installation {
     fs: Arc<dyn Fs>,
     libraries: PathBuf,
-    /// With their modes. They are large, so that their content is not kept.
+    /// The hooks' files with their modes. They are large, so their content is not kept.
     hooks: Vec<(PathBuf, u32)>,
-    /// With their contents.
+    /// The shim's files with their contents.
     shim: Vec<(PathBuf, Vec<u8>)>,
     /// All tenants have the shim's files mounted. If no other process had them open, a tenant could
     /// take a lease on one (`F_SETLEASE`), and every start of a process of its neighbours would block
@@ -288,9 +288,11 @@ mod tests {
         lay_out_image(&dir.path().join("image"));
         let installation = install(dir.path()).unwrap();
         let leases = |name: &str| {
-            let mut perl = std::process::Command::new("perl");
-            let perl = perl.args(["-e", F_SETLEASE]).arg(dir.path().join(name));
-            perl.status().unwrap().success()
+            let status = std::process::Command::new("perl")
+                .args(["-e", F_SETLEASE])
+                .arg(dir.path().join(name))
+                .status();
+            status.unwrap().success()
         };
         for name in SHIM_FILES {
             assert!(!leases(&format!("lib/{PAGES}/{name}")), "{name}");
@@ -345,8 +347,8 @@ mod tests {
         assert_eq!(pages, [PAGES, later]);
         let content = std::fs::read(folder_of(&libraries, later).join("libcuda.so.1")).unwrap();
         assert_eq!(content, b"another libcuda.so.1");
-        let error = installation.verify(Needs::Shim { pages: unused });
-        let error = error.unwrap_err().to_string();
+        let refused = installation.verify(Needs::Shim { pages: unused });
+        let error = refused.unwrap_err().to_string();
         assert!(error.contains("delete the pods"), "{error}");
     }
 }

@@ -104,7 +104,7 @@ impl Layout {
         self.shares.with_file_name("metadata")
     }
 
-    /// The files of the MPS supervisor and its daemons: its own default, where the plugin has its default.
+    /// The files of the MPS supervisor and its daemons. The plugin's default folders give the supervisor's default.
     #[must_use]
     pub fn mps(&self) -> PathBuf {
         self.shares.with_file_name("mps")
@@ -185,7 +185,7 @@ pub(crate) mod testing {
 mod tests {
     use super::*;
 
-    /// As grpc-go's `encodeAuthority` does it: everything escaped but unreserved characters and
+    /// Does what grpc-go's `encodeAuthority` does: escapes everything but unreserved characters and
     /// those that may stand in an authority.
     fn encode_authority(path: &str) -> String {
         path.bytes()
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kubelet_sends_for_the_registration_socket_is_an_authority() {
+    fn the_kubelet_sends_the_registration_socket_as_authority() {
         let args = <Args as clap::Parser>::parse_from(["x", "--node-name", "n"]);
         let socket = Layout::of(&args).registration_socket();
         let sent = encode_authority(socket.to_str().unwrap());

@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn without_selinux_nothing_is_done_and_a_missing_folder_is_named() {
+    fn without_selinux_nothing_is_done_and_a_missing_folder_fails() {
         let dir = tempfile::tempdir().unwrap();
         label_for_containers(dir.path()).unwrap();
         assert_eq!(label(dir.path()), None);

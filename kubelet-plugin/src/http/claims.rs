@@ -17,7 +17,7 @@ use tranche_driver::stranded::{self, Shares};
 
 use super::dcgm::Labels;
 use super::shares::ShareLabels;
-use super::watchdog::{GpuLabels, OfGpu};
+use super::watchdog::{GpuGauges, GpuLabels};
 use crate::ledger::Ledger;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -49,24 +49,24 @@ struct XidLabels {
     xid: u64,
 }
 
-type OfClaim = Family<ClaimLabels, Gauge<u64, AtomicU64>>;
+type ClaimGauges = Family<ClaimLabels, Gauge<u64, AtomicU64>>;
 
 #[derive(Debug, Default)]
 struct Series {
     info: Family<Labels, Gauge>,
-    allocated: OfClaim,
-    reserved: OfClaim,
-    used: OfClaim,
+    allocated: ClaimGauges,
+    reserved: ClaimGauges,
+    used: ClaimGauges,
     difference: Family<ShareLabels, Gauge<i64, AtomicI64>>,
-    processes: OfClaim,
-    idle: OfClaim,
+    processes: ClaimGauges,
+    idle: ClaimGauges,
     zombies: Family<ZombieLabels, Gauge<u64, AtomicU64>>,
-    readable: OfGpu,
+    readable: GpuGauges,
     xids: Family<XidLabels, Counter>,
     xid_times: Family<XidLabels, Gauge<u64, AtomicU64>>,
-    of_gpu: OfGpu,
+    gpu_processes: GpuGauges,
     slices: Family<SliceLabels, Gauge<u64, AtomicU64>>,
-    memory: OfGpu,
+    memory: GpuGauges,
 }
 
 /// The series of one scrape.
@@ -93,7 +93,7 @@ impl Series {
         if is_readable == 0 {
             return;
         }
-        let processes = self.of_gpu.get_or_create(&labels);
+        let processes = self.gpu_processes.get_or_create(&labels);
         processes.set(0);
         for share in &gpu.shares {
             processes.inc_by(share.processes.into());
@@ -138,7 +138,7 @@ impl Series {
             gpu_uuid: gpu.uuid.clone(),
         };
         // Two shares of one GPU for one request have one series, because they also add up for the container.
-        let add = |family: &OfClaim, value: u64| {
+        let add = |family: &ClaimGauges, value: u64| {
             family.get_or_create(&labels).inc_by(value);
         };
         if let Some(allocated) = share.memory.allocated {
@@ -184,8 +184,11 @@ impl Series {
         for group in &share.groups {
             let mut labels = labels.clone();
             let of_group = [("pod", &group.pod), ("container", &group.container)];
-            let of_group = of_group.into_iter();
-            labels.extend(of_group.filter_map(|(name, value)| Some((name, value.clone()?))));
+            labels.extend(
+                of_group
+                    .into_iter()
+                    .filter_map(|(name, value)| Some((name, value.clone()?))),
+            );
             self.info.get_or_create(&labels).set(1);
         }
     }
@@ -216,7 +219,7 @@ impl Series {
         let Some(Ok(geometry)) = geometry else {
             return;
         };
-        let held = places(gpu, known, ledger);
+        let held = placements(gpu, known, ledger);
         let Ok(left) = stranded::of_partitions(&geometry, &BTreeSet::new(), &held) else {
             return;
         };
@@ -250,7 +253,7 @@ impl Series {
             ),
             (
                 "claim_memory_reserved",
-                "Memory beside it for CUDA contexts, which its programs do not see",
+                "Memory for CUDA contexts beside the allocated memory, which the claim's programs do not see",
                 self.reserved,
             ),
             (
@@ -264,7 +267,7 @@ impl Series {
         }
         r.register_with_unit(
             "share_account_difference",
-            "What the share's processes hold by NVML less what its account has, which they can write",
+            "Memory of the share's processes by NVML minus that of its account, which they can write",
             Unit::Bytes,
             self.difference,
         );
@@ -304,7 +307,7 @@ impl Series {
         r.register(
             "gpu_processes",
             "Processes that have memory on the GPU",
-            self.of_gpu,
+            self.gpu_processes,
         );
         r.register(
             "gpu_stranded_slices",
@@ -321,7 +324,7 @@ impl Series {
     }
 }
 
-/// Processes of nobody who has the device now.
+/// Processes that belong to no claim that has the device now.
 fn others(remainder: &Remainder) -> u64 {
     let zombies = remainder.zombies.iter().map(|it| u64::from(it.processes));
     u64::from(remainder.foreign_processes) + zombies.sum::<u64>()
@@ -369,8 +372,8 @@ fn stranded_of_shares(gpu: &GpuUsage, ledger: &Ledger) -> Option<u64> {
     (held.sharers > 0).then(|| stranded::of_shares(whole, held, least).stranded_memory)
 }
 
-/// The partitions of a GPU that are held, or that an administrator made.
-fn places(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Place> {
+/// The placements of a GPU's partitions that are held, or that an administrator made.
+fn placements(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Place> {
     let held = ledger.held();
     let devices = held.iter().flat_map(|record| &record.plan.devices);
     let on_gpu = devices.filter(|device| device.gpu_uuid == gpu.uuid);

@@ -1,8 +1,8 @@
 //! The GPUs' series under the names and labels that dcgm-exporter gives them (`etc/default-counters.csv`, `rendermetrics`,
 //! `transformation` of github.com/NVIDIA/dcgm-exporter), with the labels `tier` and `share_id` more.
 //!
-//! A value that can be divided has a series for each holder, and one without a pod for what is nobody's: they add up. Any other value
-//! has one series for each GPU.
+//! A value that can be divided has a series for each holder, and one without a pod for the rest: they add up. Any other value has one
+//! series for each GPU.
 
 use std::sync::atomic::AtomicU64;
 
@@ -23,8 +23,8 @@ const MIB: u64 = 1 << 20;
 const NVLINK_UNIT: f64 = 1000.0 * 1024.0;
 
 pub(super) type Labels = Vec<(&'static str, String)>;
-type Whole = Family<Labels, Gauge<u64, AtomicU64>>;
-type Ratio = Family<Labels, Gauge<f64, AtomicU64>>;
+type IntegerGauges = Family<Labels, Gauge<u64, AtomicU64>>;
+type FloatGauges = Family<Labels, Gauge<f64, AtomicU64>>;
 
 /// The metrics of sensors, with how each is read.
 type Sensor = (&'static str, &'static str, fn(&GpuUsage) -> Option<f64>);
@@ -142,7 +142,7 @@ const SENSORS: [Sensor; 22] = [
     ),
 ];
 
-/// The metrics of utilization: name, meaning, and what stands for the whole.
+/// The metrics of utilization: name, meaning, and the value of the whole.
 fn name_of(measure: Measure) -> (&'static str, &'static str, f64) {
     match measure {
         Measure::Gpu => ("DCGM_FI_DEV_GPU_UTIL", "GPU utilization (in %)", 100.0),
@@ -182,24 +182,27 @@ fn name_of(measure: Measure) -> (&'static str, &'static str, f64) {
 /// The series of one scrape.
 #[derive(Debug, Default)]
 struct Series {
-    sensors: Vec<Ratio>,
-    measures: Vec<Ratio>,
-    used: Whole,
-    free: Whole,
-    total: Whole,
-    xids: Whole,
+    sensors: Vec<FloatGauges>,
+    measures: Vec<FloatGauges>,
+    used: IntegerGauges,
+    free: IntegerGauges,
+    total: IntegerGauges,
+    xids: IntegerGauges,
 }
 
 /// The series of all GPUs; those of sensors where `gpu_sensors` says so.
 pub fn registry(usage: &NodeUsage, gpu_sensors: bool) -> Registry {
     let sensors = if gpu_sensors { &SENSORS[..] } else { &[] };
     let mut series = Series {
-        sensors: sensors.iter().map(|_| Ratio::default()).collect(),
-        measures: Measure::ALL.iter().map(|_| Ratio::default()).collect(),
+        sensors: sensors.iter().map(|_| FloatGauges::default()).collect(),
+        measures: Measure::ALL
+            .iter()
+            .map(|_| FloatGauges::default())
+            .collect(),
         ..Series::default()
     };
     for gpu in &usage.gpus {
-        // Also of a GPU that fell off the bus: its error says so.
+        // A GPU that fell off the bus has this series too: the error says so.
         if let Some(xids) = &gpu.xids {
             let last = series.xids.get_or_create(&labels(usage, gpu));
             last.set(xids.last.unwrap_or(0));
@@ -211,7 +214,7 @@ pub fn registry(usage: &NodeUsage, gpu_sensors: bool) -> Registry {
     series.registry()
 }
 
-/// Whoever has a series of its own.
+/// A holder of memory that has a series of its own.
 struct Holder<'a> {
     labels: Labels,
     used: u64,
@@ -267,7 +270,7 @@ impl Series {
         };
         let used = parts(memory.used, |holder| holder.used);
         let free = parts(memory.free, |holder| holder.free.unwrap_or(0));
-        let add = |family: &Whole, labels: &Labels, value: u64| {
+        let add = |family: &IntegerGauges, labels: &Labels, value: u64| {
             family.get_or_create(labels).inc_by(value);
         };
         let mut total = memory.total / MIB;
@@ -279,7 +282,7 @@ impl Series {
                 total -= (used + free).min(total);
             }
         }
-        // What is not said of a holder is nobody's.
+        // What no holder has belongs to nobody.
         let rest = |parts: &[u64]| parts.last().copied().unwrap_or(0);
         add(&self.used, base, rest(&used));
         add(&self.free, base, rest(&free));
@@ -316,7 +319,7 @@ impl Series {
     }
 }
 
-/// Those who have a device, and nobody as the last.
+/// The holders of a device; the last one stands for nobody.
 fn holders<'a>(
     base: &Labels,
     shares: &'a [ShareUsage],
@@ -334,7 +337,7 @@ fn holders<'a>(
             });
             continue;
         }
-        // What a share may still take is none of its containers' more than the others'.
+        // What a share may still take belongs to all of its containers.
         holders.push(Holder {
             labels: labels.clone(),
             used: 0,
@@ -360,7 +363,7 @@ fn holders<'a>(
 /// The labels of a GPU, as `rendermetrics` writes them.
 fn labels(usage: &NodeUsage, gpu: &GpuUsage) -> Labels {
     let number = gpu.index.unwrap_or(gpu.minor);
-    // As NVML writes an address: with a domain of eight digits, in capital letters.
+    // NVML writes an address with a domain of eight digits, in capital letters.
     let address = format!("0000{}", gpu.pci_bus_id.to_ascii_uppercase());
     vec![
         ("gpu", number.to_string()),
@@ -409,7 +412,10 @@ fn with_group(base: &Labels, share: &ShareUsage, group: &GroupUsage) -> Labels {
         ("pod_uid", &group.pod_uid),
         ("container", &group.container),
     ];
-    let of_group = of_group.into_iter();
-    labels.extend(of_group.filter_map(|(name, value)| Some((name, value.clone()?))));
+    labels.extend(
+        of_group
+            .into_iter()
+            .filter_map(|(name, value)| Some((name, value.clone()?))),
+    );
     labels
 }

@@ -11,15 +11,17 @@ pub enum Format {
 }
 
 impl Format {
-    /// The format for a request with this `Accept` header: OpenMetrics only for whoever prefers it, as Prometheus' client libraries do.
+    /// The format for a request with this `Accept` header: OpenMetrics only if the request prefers it, as in Prometheus' client
+    /// libraries.
     #[must_use]
     pub fn negotiate(accept: Option<&str>) -> Self {
         let (mut open, mut plain) = (0.0, 0.0);
         for range in accept.unwrap_or_default().split(',') {
             let mut parts = range.split(';').map(str::trim);
             let kind = parts.next().unwrap_or_default().to_ascii_lowercase();
-            let quality = parts.find_map(|part| part.strip_prefix("q="));
-            let quality = quality.map_or(1.0, |q| q.parse().unwrap_or(0.0));
+            let quality = parts
+                .find_map(|part| part.strip_prefix("q="))
+                .map_or(1.0, |q| q.parse().unwrap_or(0.0));
             let of_kind: &mut f64 = match kind.as_str() {
                 "application/openmetrics-text" => &mut open,
                 "text/plain" | "text/*" | "*/*" => &mut plain,

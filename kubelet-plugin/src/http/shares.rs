@@ -32,7 +32,7 @@ pub(super) struct ShareLabels {
 }
 
 impl ShareLabels {
-    /// Of a record's device; `pods` are the claim's, joined.
+    /// The labels of a record's device; `pods` are the claim's pods, joined.
     pub(super) fn new(record: &Record, device: &PreparedDevice, pods: &str) -> Self {
         let allocation = &record.plan.allocation;
         Self {

@@ -92,8 +92,8 @@ async fn a_share_has_its_numbers_as_long_as_it_is_held() {
     ] {
         assert_eq!(line(&text, name), format!("{name}{labels} {value}"));
     }
-    let last = line(&text, "tranche_share_last_launch_timestamp_seconds");
-    let last: f64 = last.rsplit_once(' ').unwrap().1.parse().unwrap();
+    let last_launch = line(&text, "tranche_share_last_launch_timestamp_seconds");
+    let last: f64 = last_launch.rsplit_once(' ').unwrap().1.parse().unwrap();
     let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
     assert!((now - 60.0 - last).abs() < 10.0, "{last}, {now}");
 

@@ -17,7 +17,7 @@ pub(super) struct GpuLabels {
     pub(super) gpu_uuid: String,
 }
 
-pub(super) type OfGpu = Family<GpuLabels, Gauge<u64, AtomicU64>>;
+pub(super) type GpuGauges = Family<GpuLabels, Gauge<u64, AtomicU64>>;
 
 /// The metrics of the last samples. A share whose GPU could not be watched has no series, nor has a
 /// GPU without claims.
@@ -47,11 +47,15 @@ pub fn registry(ledger: &Ledger, last_findings: &LastFindings) -> Registry {
                 .inc_by(since.map_or(0.0, |since| seconds(now.saturating_sub(since))));
         }
     }
-    let (watched, withheld) = (OfGpu::default(), OfGpu::default());
-    let (processes, foreign, unowned) = (OfGpu::default(), OfGpu::default(), OfGpu::default());
+    let (watched, withheld) = (GpuGauges::default(), GpuGauges::default());
+    let (processes, foreign, unowned) = (
+        GpuGauges::default(),
+        GpuGauges::default(),
+        GpuGauges::default(),
+    );
     for (uuid, found) in gpus {
         let labels = GpuLabels { gpu_uuid: uuid };
-        let set = |family: &OfGpu, value: u64| {
+        let set = |family: &GpuGauges, value: u64| {
             family.get_or_create(&labels).set(value);
         };
         set(&watched, u64::from(matches!(found, Watched::Yes(_))));

@@ -1,7 +1,7 @@
 //! Reads from the kubelet's pod resources socket which claims and which other devices the pods of this node use. That needs no
 //! request to the API server and no RBAC rule.
 //!
-//! There is one client: who asks at the same time, or a moment later, gets the same answer.
+//! There is one client: parts that ask at the same time, or a moment later, get the same answer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -105,7 +105,7 @@ pub struct Listing {
 
 /// A source of what the pods of the node use.
 pub trait Kubelet: Send + Sync + fmt::Debug {
-    /// What they use now, or used at most so long ago.
+    /// What they use now, or used at most `max_age` ago.
     fn list(&self, max_age: Duration) -> BoxFuture<'_, Result<Arc<Listing>, PodResourcesError>>;
 }
 
@@ -143,19 +143,22 @@ impl PodResources {
     }
 
     async fn ask(&self) -> Result<Listing, String> {
-        let channel = connect(&self.socket, "localhost").await;
-        let channel = channel.map_err(|error| reason(&error))?;
+        let channel = connect(&self.socket, "localhost")
+            .await
+            .map_err(|error| reason(&error))?;
         let mut client = Client::new(channel).max_decoding_message_size(LONGEST);
-        // In this order: a device that a pod gets in between is in the list.
+        // The list comes last, so that it has a device that a pod gets in between.
         let offered = client
             .get_allocatable_resources(AllocatableResourcesRequest {})
             .await;
-        let pods = client.list(ListPodResourcesRequest {}).await;
-        let pods = pods.map_err(|e| e.to_string())?.into_inner().pod_resources;
-        let others = offered.map_err(|e| e.to_string()).map(|offered| {
-            let offered = offered.into_inner().devices;
-            others(&offered, &pods)
-        });
+        let listed = client.list(ListPodResourcesRequest {}).await;
+        let pods = listed
+            .map_err(|e| e.to_string())?
+            .into_inner()
+            .pod_resources;
+        let others = offered
+            .map_err(|e| e.to_string())
+            .map(|offered| others(&offered.into_inner().devices, &pods));
         Ok(Listing {
             in_use: in_use(pods),
             others,
@@ -165,7 +168,7 @@ impl PodResources {
 
 impl Kubelet for PodResources {
     fn list(&self, max_age: Duration) -> BoxFuture<'_, Result<Arc<Listing>, PodResourcesError>> {
-        // An answer of just now is new enough for everybody.
+        // An answer that is asked for after this moment is new enough for this caller.
         let now = Instant::now();
         let oldest = now.checked_sub(max_age).unwrap_or(now);
         Box::pin(async move {
@@ -181,9 +184,10 @@ impl Kubelet for PodResources {
 }
 
 fn in_use(pods: Vec<Pod>) -> InUse {
-    let names = pods.iter();
-    let names = names.map(|pod| (pod.namespace.clone(), pod.name.clone()));
-    let names: BTreeSet<_> = names.collect();
+    let names: BTreeSet<_> = pods
+        .iter()
+        .map(|pod| (pod.namespace.clone(), pod.name.clone()))
+        .collect();
     let mut pairs = Vec::new();
     for pod in pods {
         for container in pod.containers {
@@ -199,7 +203,7 @@ fn in_use(pods: Vec<Pod>) -> InUse {
         }
     }
     let in_use: InUse = pairs.into_iter().collect();
-    // Also the pods without a device.
+    // This adds the pods without a device.
     InUse {
         pods: names,
         ..in_use
@@ -330,7 +334,7 @@ mod tests {
         let kubelet = PodResources::new(path);
         let asked = Instant::now();
         let listing = kubelet.list(Duration::ZERO).await.unwrap();
-        // Whoever is content with it gets the same answer, and nobody else.
+        // Only a caller that accepts an answer of this age gets the same one.
         let known = kubelet.list(Duration::from_mins(1)).await.unwrap();
         assert!(Arc::ptr_eq(&listing, &known));
         let waits = tokio::time::sleep_until(asked + Duration::from_millis(20));
@@ -340,8 +344,8 @@ mod tests {
         let in_use = &listing.in_use;
         assert!(in_use.pods(&a).iter().eq(["web-0", "web-1"]));
         assert!(in_use.pods(&b).is_empty());
-        let users = in_use.users(&a.plan.devices[0]);
-        let users: Vec<_> = users
+        let users: Vec<_> = in_use
+            .users(&a.plan.devices[0])
             .map(|it| (&*it.namespace, &*it.pod, &*it.name))
             .collect();
         assert_eq!(

@@ -7,7 +7,7 @@
 //!  journal removed ──► end ───┘
 //! ```
 //!
-//! What was queued and not written when the plugin ends is made good at the next start ([`Trail::settle`]): a journal without
+//! The next start adds what was queued and not written when the plugin ended ([`Trail::settle`]): a journal without
 //! a beginning gets one, and a beginning without a journal gets an end. While the files cannot be written, the entries wait in
 //! the queue; the log says so, and metrics count the failed attempts, and the entries for which the queue has no room.
 
@@ -47,7 +47,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// So many files of 8 MiB, about 7,000 claims each.
+    /// This many files of 8 MiB, each for about 7,000 claims.
     #[must_use]
     pub const fn of(files: u32) -> Self {
         Self {
@@ -57,9 +57,9 @@ impl Limits {
     }
 }
 
-/// Where and as what a trail is written.
+/// The settings of a trail.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct TrailSettings {
     /// The folder of its files.
     pub folder: PathBuf,
     pub node: String,
@@ -90,28 +90,28 @@ enum Entry {
     },
 }
 
-/// The trail of this node. It ends with this value: what is queued then is written, if the disk answers.
+/// The trail of this node. When it is dropped, what is queued is written if the disk answers.
 #[derive(Debug)]
 pub struct Audit {
     clock: Clock,
     queue: Arc<Queue>,
     metrics: Arc<Metrics>,
-    /// What was in use when the release of a claim began, by its UID: to undo its steps removes its account.
+    /// What was in use when the release of a claim began, by its UID. The release removes the claim's account.
     at_end: Mutex<BTreeMap<String, BTreeMap<String, HeldAtEnd>>>,
 }
 
 impl Audit {
     /// Starts the thread that writes it.
     #[must_use]
-    pub fn start(fs: Arc<dyn Fs>, place: Place, metrics: Arc<Metrics>) -> Self {
+    pub fn start(fs: Arc<dyn Fs>, settings: TrailSettings, metrics: Arc<Metrics>) -> Self {
         let queue = Arc::new(Queue::default());
         let this = Self {
-            clock: place.clock.clone(),
+            clock: settings.clock.clone(),
             queue: Arc::clone(&queue),
             metrics: Arc::clone(&metrics),
             at_end: Mutex::default(),
         };
-        let writer = Writer::new(fs, place, metrics);
+        let writer = Writer::new(fs, settings, metrics);
         let thread = std::thread::Builder::new().name("audit".into());
         if let Err(error) = thread.spawn(move || writer.run(&queue)) {
             error!(%error, "there is no audit trail: its thread cannot be started");
@@ -120,14 +120,14 @@ impl Audit {
         this
     }
 
-    /// The time, as lines have it.
+    /// The time for a line.
     #[must_use]
     pub fn now(&self) -> Moment {
         self.clock.now().into()
     }
 
-    /// The plugin starts: the trail gets what it lacks of the claims of the journal, and the ends of those that are not in it
-    /// any more.
+    /// Completes the trail when the plugin starts: adds the claims of the journal that it lacks, and the ends of claims that
+    /// are not in the journal any more.
     pub fn started(&self, loaded: &Loaded) {
         let unreadable = loaded.refused.iter().map(|(uid, _)| uid.clone());
         self.add(Entry::Started {
@@ -136,7 +136,7 @@ impl Audit {
         });
     }
 
-    /// A claim has its devices.
+    /// Notes that a claim has its devices.
     pub fn held(&self, record: &Record, pods: &BTreeSet<Pod>) {
         self.add(Entry::Held {
             record: record.clone(),
@@ -144,7 +144,7 @@ impl Audit {
         });
     }
 
-    /// More pods use a claim. One that was released meanwhile is left alone.
+    /// Notes that more pods use a claim. A claim that was released meanwhile is left alone.
     pub fn joined(&self, record: &Record, pods: &BTreeSet<Pod>) {
         self.add(Entry::Joined {
             record: record.clone(),
@@ -152,7 +152,7 @@ impl Audit {
         });
     }
 
-    /// The release of a claim begins: keeps what of its memory is in use, as it was when it was begun first.
+    /// Notes that the release of a claim begins: keeps how much of its memory was in use when the release first began.
     pub fn release_begins(
         &self,
         record: &Record,
@@ -165,7 +165,7 @@ impl Audit {
         }
     }
 
-    /// The steps of a claim are undone, and its journal is removed.
+    /// Notes that the steps of a claim are undone and that its journal is removed.
     pub fn released(&self, record: &Record, ended: Ended) {
         let at_end = self.at_end().remove(&record.plan.allocation.uid);
         self.add(Entry::Released {
@@ -241,12 +241,14 @@ impl Queue {
     /// The oldest entry; waits for one. `None` after the last.
     fn first(&self) -> Option<Arc<(Entry, Moment)>> {
         let waits = |state: &mut State| state.entries.is_empty() && !state.is_closed;
-        let state = self.changed.wait_while(self.state(), waits);
-        let state = state.unwrap_or_else(PoisonError::into_inner);
+        let state = self
+            .changed
+            .wait_while(self.state(), waits)
+            .unwrap_or_else(PoisonError::into_inner);
         state.entries.front().map(Arc::clone)
     }
 
-    /// The oldest entry is written.
+    /// Removes the oldest entry, which is written.
     fn written(&self) {
         let mut state = self.state();
         state.entries.pop_front();
@@ -255,7 +257,7 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// The oldest entry cannot be written: waits before the next attempt. Returns whether there is to be one.
+    /// Waits before the next attempt to write the oldest entry. Returns whether there will be one.
     fn failed(&self, pause: Duration) -> bool {
         self.state().is_failing = true;
         self.changed.notify_all();

@@ -165,8 +165,8 @@ impl Journal {
         }
     }
 
-    /// Writes one claim's record. After a power failure the old one or none may be there, but no part of one: no container
-    /// and no page outlives a power failure, so that the claim is prepared anew (docs/adr/0006).
+    /// Writes one claim's record. After a power failure the old one or none may be there, but no part of one. That is enough:
+    /// no container and no page outlives a power failure, and the claim is prepared anew (docs/adr/0006).
     pub fn write(&self, record: &Record) -> Result<(), FsError> {
         let path = self.path(&record.plan.allocation.uid);
         fs::replace(&*self.fs, &path, &record.encode(), 0o600, Durability::Disk)
@@ -186,7 +186,7 @@ mod tests {
     const B: &str = "GPU-00000000-0000-4000-8000-000000000001";
 
     #[test]
-    fn of_a_file_that_is_whole_the_uuids_are_saved() {
+    fn the_uuids_of_a_whole_file_are_saved() {
         let newer =
             format!(r#"{{"version": 9, "parts": [["{A}", "gpu.tranche.dev/x={B}-7"], null]}}"#);
         let both = BTreeSet::from([A.to_owned(), B.to_owned()]);

@@ -34,10 +34,10 @@ const QUIET: Duration = Duration::from_mins(1);
 
 /// The last logged problem of each share.
 #[derive(Debug, Default)]
-struct ReportedProblems(BTreeMap<PathBuf, Wrong>);
+struct ReportedProblems(BTreeMap<PathBuf, ReportedProblem>);
 
 #[derive(Debug)]
-struct Wrong {
+struct ReportedProblem {
     what: String,
     reported: Instant,
     last: Instant,
@@ -53,7 +53,7 @@ impl ReportedProblems {
                 return false;
             }
         }
-        let wrong = Wrong {
+        let wrong = ReportedProblem {
             what: what.to_owned(),
             reported: now,
             last: now,
@@ -64,7 +64,7 @@ impl ReportedProblems {
 
     /// Whether it must be logged at `now` that a share has no problem any more.
     fn is_right(&mut self, now: Instant, share: &Path) -> bool {
-        let quiet = |wrong: &Wrong| now.duration_since(wrong.last) >= QUIET;
+        let quiet = |wrong: &ReportedProblem| now.duration_since(wrong.last) >= QUIET;
         self.0.get(share).is_some_and(quiet) && self.0.remove(share).is_some()
     }
 }
@@ -98,11 +98,15 @@ impl ShareSampler {
     }
 
     fn round(&mut self) {
-        let shares = self.ledger.shares(&self.layout);
-        let shares: Vec<_> = shares.into_iter().map(|share| share.device).collect();
+        let shares: Vec<_> = self
+            .ledger
+            .shares(&self.layout)
+            .into_iter()
+            .map(|share| share.device)
+            .collect();
         let sampled = self.sampler.step(now(), &shares, &mut self.nvml);
-        let coarse = self.sampler.gpus_without_processes();
-        let coarse = i64::try_from(coarse).unwrap_or(i64::MAX);
+        let gpus = self.sampler.gpus_without_processes();
+        let coarse = i64::try_from(gpus).unwrap_or(i64::MAX);
         self.metrics.gpus_without_process_utilization.set(coarse);
         self.reported.0.retain(|share, _| shares.contains(share));
         let now = Instant::now();

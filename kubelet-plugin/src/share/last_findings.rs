@@ -33,24 +33,24 @@ impl Watched {
 /// The watchdog's last findings, by GPU.
 #[derive(Debug, Default)]
 pub struct LastFindings {
-    known: Mutex<Known>,
-    seen: Mutex<Arc<Seen>>,
+    known: Mutex<CurrentFindings>,
+    ownership: Mutex<Arc<Ownership>>,
     released: watch::Sender<()>,
 }
 
-/// Whose the processes on the GPUs are.
+/// The owners of processes and memory on the GPUs.
 #[derive(Debug, Default)]
-pub struct Seen {
+pub struct Ownership {
     /// By PID of the host.
     pub owners: BTreeMap<u32, Owner>,
-    /// What dead processes have left, by GPU.
+    /// The memory that dead processes have left, by GPU.
     pub zombies: BTreeMap<String, Vec<Zombie>>,
     /// The most memory that held devices used, by their keys.
     pub peaks: BTreeMap<String, Peak>,
 }
 
 #[derive(Debug, Default)]
-struct Known {
+struct CurrentFindings {
     /// When, in nanoseconds, as in [`Findings`].
     at: u64,
     gpus: BTreeMap<String, Watched>,
@@ -58,7 +58,7 @@ struct Known {
     withholds_others: bool,
 }
 
-impl Known {
+impl CurrentFindings {
     fn is_withheld(&self, gpu_uuid: &str) -> bool {
         let found = self.gpus.get(gpu_uuid).map(Watched::is_withheld);
         found.unwrap_or(self.withholds_others)
@@ -70,7 +70,7 @@ impl LastFindings {
     /// findings is withheld.
     pub fn set(&self, now: u64, gpus: BTreeMap<String, Watched>, withholds_others: bool) {
         let mut known = self.lock();
-        let new = Known {
+        let new = CurrentFindings {
             at: now,
             gpus,
             withholds_others,
@@ -85,15 +85,20 @@ impl LastFindings {
         }
     }
 
-    /// Replaces what was seen.
-    pub fn set_seen(&self, seen: Seen) {
-        *self.seen.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(seen);
+    /// Replaces the owners.
+    pub fn set_ownership(&self, ownership: Ownership) {
+        let mut current = self
+            .ownership
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        *current = Arc::new(ownership);
     }
 
-    /// Whose the processes were in the last round.
+    /// The owners as of the last round.
     #[must_use]
-    pub fn seen(&self) -> Arc<Seen> {
-        Arc::clone(&self.seen.lock().unwrap_or_else(PoisonError::into_inner))
+    pub fn ownership(&self) -> Arc<Ownership> {
+        let current = self.ownership.lock();
+        Arc::clone(&current.unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The time of the findings, and the findings.
@@ -124,7 +129,7 @@ impl LastFindings {
         self.released.subscribe()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Known> {
+    fn lock(&self) -> MutexGuard<'_, CurrentFindings> {
         // No holder of the lock can panic in the middle of a change.
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -45,7 +45,7 @@ impl ShareSweeper {
             let sweeper = Arc::clone(&this);
             // Reads tmpfs, and waits for a child if a process died.
             let round = tokio::task::spawn_blocking(move || sweeper.round(&reported)).await;
-            // Only at shutdown, when the runtime accepts no more blocking work.
+            // This fails only at shutdown, when the runtime accepts no more blocking work.
             let Ok(now) = round else { return };
             reported = now;
             tokio::select! {

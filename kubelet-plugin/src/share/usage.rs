@@ -3,7 +3,7 @@
 //! ```text
 //!  NVML, once a second: utilization ─────────┐
 //!  NVML, when somebody wants to know: memory ┼─► driver::usage::attribute ─► NodeUsage
-//!  watchdog: whose a process is, by cgroup ──┤
+//!  watchdog: owner of a process, by cgroup ──┤
 //!  ledger, kubelet: what is held, by whom ───┘
 //! ```
 //!
@@ -24,7 +24,7 @@ use tranche_driver::usage::{Held, attribute};
 use tranche_node::sampler;
 use tranche_node::usage::Reader;
 
-use self::held::{LastSeen, Listed, held_of};
+use self::held::{LastListing, LastSeen, held_of};
 use crate::gpu::driver_state::DriverState;
 use crate::host::layout::Layout;
 use crate::kubelet::pod_resources::Kubelet;
@@ -38,23 +38,23 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// How often the kubelet is asked for its pods.
 const LIST: Duration = Duration::from_secs(5);
 
-/// How old the kubelet's answer may be. Less than [`LIST`], so that each is another one.
+/// How old the kubelet's answer may be. It is less than [`LIST`], so that each list is a new one.
 const POD_RESOURCES_AGE: Duration = Duration::from_secs(4);
 
-/// How old an answer may be: several readers at a time cause one reading.
+/// How old an answer may be: readers at the same time share one reading.
 const FRESH: Duration = Duration::from_secs(1);
 
 /// How old an answer may be while no claim holds a GPU.
 const FRESH_UNHELD: Duration = Duration::from_mins(1);
 
 #[derive(Debug)]
-pub struct Parts {
+pub struct UsageParts {
     pub node: String,
     pub ledger: Arc<Ledger>,
     /// The paths of the pages.
     pub layout: Layout,
     pub state: watch::Receiver<DriverState>,
-    /// Whose the processes are.
+    /// The owners of processes.
     pub last_findings: Arc<LastFindings>,
     /// Lists the node's pods.
     pub kubelet: Arc<dyn Kubelet>,
@@ -63,8 +63,8 @@ pub struct Parts {
 /// Reads the usage of the node's GPUs.
 #[derive(Debug)]
 pub struct Usage {
-    parts: Parts,
-    listed: Mutex<Listed>,
+    parts: UsageParts,
+    listed: Mutex<LastListing>,
     state: Mutex<State>,
 }
 
@@ -78,7 +78,7 @@ struct State {
 impl Usage {
     /// Reads with `reader`.
     #[must_use]
-    pub fn new(parts: Parts, reader: Reader) -> Self {
+    pub fn new(parts: UsageParts, reader: Reader) -> Self {
         Self {
             parts,
             listed: Mutex::default(),
@@ -91,7 +91,7 @@ impl Usage {
     }
 
     pub async fn run(self: Arc<Self>, stop: CancellationToken) {
-        // Apart, so that a kubelet that does not answer delays no sample and no end.
+        // The list runs on its own, so that a kubelet that does not answer delays no sample and no stop.
         let list = async {
             let mut ticks = tokio::time::interval(LIST);
             ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -134,7 +134,7 @@ impl Usage {
             now,
             &busy,
             &self.parts.ledger,
-            &self.parts.last_findings.seen().owners,
+            &self.parts.last_findings.ownership().owners,
         );
     }
 
@@ -176,7 +176,7 @@ impl Usage {
             return usage;
         };
         usage.driver_version = Some(ready.inventory.driver_version.clone());
-        let (now, seen) = (sampler::now(), self.parts.last_findings.seen());
+        let (now, seen) = (sampler::now(), self.parts.last_findings.ownership());
         let mut held: BTreeMap<String, Vec<Held>> = held_of(
             now,
             &self.parts.ledger,
@@ -207,7 +207,7 @@ impl Usage {
         usage
     }
 
-    fn listed(&self) -> MutexGuard<'_, Listed> {
+    fn listed(&self) -> MutexGuard<'_, LastListing> {
         self.listed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -47,14 +47,14 @@ use crate::ledger::{Ledger, claim_ref::claim_of};
 use crate::metrics::Metrics;
 use crate::periodic;
 use crate::share::held_device::reference;
-use crate::share::last_findings::{LastFindings, Seen, Watched};
+use crate::share::last_findings::{LastFindings, Ownership, Watched};
 
 /// How long a GPU is watched after its last claim was released, to detect memory that its dead processes
 /// leave.
 const LINGER: Duration = Duration::from_mins(1);
 
-/// How often GPUs are watched that no claim holds and that are withheld only because of memory without an owner. NVML is
-/// closed in between: a GPU cannot be reset while a process has it open (nvidia-smi(1), `--gpu-reset`).
+/// How often GPUs are watched that no claim holds and that are withheld because of memory without an owner. NVML is closed
+/// in between: a GPU cannot be reset while a process has it open (nvidia-smi(1), `--gpu-reset`).
 const RARELY: Duration = Duration::from_secs(10);
 
 /// How long a GPU must have been withheld for memory without an owner before the GpuNode says so. A Prepare waits
@@ -67,7 +67,7 @@ const UNOWNED: &str = "memory of the GPU is in use by no process, so no new clai
 
 /// What a watchdog reads and writes.
 #[derive(Debug)]
-pub struct Parts {
+pub struct WatchdogParts {
     pub ledger: Arc<Ledger>,
     /// The paths of the pages.
     pub layout: Layout,
@@ -85,7 +85,7 @@ pub struct Parts {
 /// Watches the held GPUs.
 #[derive(Debug)]
 pub struct Watchdog {
-    parts: Parts,
+    parts: WatchdogParts,
     proc: Proc,
     probe: Probe,
     unowned: watch::Sender<Vec<WithheldGpu>>,
@@ -110,11 +110,11 @@ struct Gpu {
     foreign: u32,
     /// Why it cannot be watched, as logged.
     unwatchable: Option<String>,
-    /// When the GpuNode says that it is withheld, while it is.
+    /// While it is withheld: when the GpuNode says so.
     publish_at: Option<Instant>,
     /// Its partitions that claims share, by the UUIDs of their MIG devices.
     partitions: BTreeMap<String, WatchedPartition>,
-    /// Whose processes died.
+    /// The owners of processes that died.
     departed: Departed<ProcessId>,
 }
 
@@ -139,7 +139,7 @@ impl Gpu {
         }
     }
 
-    /// An earlier process has withheld it, or nothing is known.
+    /// A GPU that an earlier process withheld, or of which nothing is known.
     fn withheld(now: Instant) -> Self {
         Self {
             watch: GpuWatch::withheld(),
@@ -151,23 +151,30 @@ impl Gpu {
 
 impl Watchdog {
     /// Watches what the ledger holds, and what an earlier process watched, with the NVML of `driver`; `proc` is the host's.
-    /// From here on the last findings have the GPUs that an earlier process withheld.
+    /// When this returns, the last findings have the GPUs that an earlier process withheld.
     #[must_use]
-    pub fn new(parts: Parts, fs: Arc<dyn Fs>, driver: Box<dyn Driver>, proc: PathBuf) -> Self {
+    pub fn new(
+        parts: WatchdogParts,
+        fs: Arc<dyn Fs>,
+        driver: Box<dyn Driver>,
+        proc: PathBuf,
+    ) -> Self {
         let proc = Proc::new(proc);
         let now = Instant::now();
         let (watched, known) = WatchedFile::load(fs, &parts.layout);
         let watch_all = known.is_none();
-        let gpus = known.unwrap_or_default().into_iter();
-        let gpus = gpus.map(|(uuid, is_withheld)| {
-            let gpu = if is_withheld {
-                warn!(gpu = uuid, "{UNOWNED}");
-                Gpu::withheld(now)
-            } else {
-                Gpu::new(now)
-            };
-            (uuid, gpu)
-        });
+        let gpus = known
+            .unwrap_or_default()
+            .into_iter()
+            .map(|(uuid, is_withheld)| {
+                let gpu = if is_withheld {
+                    warn!(gpu = uuid, "{UNOWNED}");
+                    Gpu::withheld(now)
+                } else {
+                    Gpu::new(now)
+                };
+                (uuid, gpu)
+            });
         let this = Self {
             parts,
             probe: Probe::new(driver, proc.clone()),
@@ -188,7 +195,7 @@ impl Watchdog {
         this
     }
 
-    /// The GPUs before they were read.
+    /// What is known of the GPUs before they are read.
     fn unread(&self) -> BTreeMap<String, Watched> {
         let unread = |gpu: &Gpu| Watched::No {
             is_withheld: gpu.watch.is_withheld(),
@@ -224,8 +231,8 @@ impl Watchdog {
         if !self.is_due(now, &devices) {
             return Vec::new();
         }
-        let nanos = now.duration_since(self.start).as_nanos();
-        let nanos = u64::try_from(nanos).unwrap_or(u64::MAX);
+        let elapsed = now.duration_since(self.start);
+        let nanos = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
         let is_key = |key: &str| devices.contains_key(key);
         let mut events = Vec::new();
         let mut pids = BTreeSet::new();
@@ -259,7 +266,7 @@ impl Watchdog {
                     for (partition, sample) in &of_partitions {
                         let watched = gpu.partitions.entry(partition.clone()).or_default();
                         let found = watched.watch.step(nanos, sample);
-                        // What else is on the partition is on the GPU.
+                        // The GPU's own sample has the partition's other findings.
                         findings.bypasses.extend(found.bypasses);
                     }
                     gpu.log_findings(uuid, was_withheld, &findings);
@@ -287,10 +294,10 @@ impl Watchdog {
             gpu.publish_at = is_withheld.then(|| gpu.publish_at.unwrap_or(now + STAYS));
         }
         self.publish_unowned(now);
-        self.note_seen(nanos / 1_000_000_000, &devices, alive);
+        self.record_owners(nanos / 1_000_000_000, &devices, alive);
         self.probe.keep(&pids, is_key);
         self.ended.retain(|process| pids.contains(&process.pid));
-        // Saved before a Prepare can be refused because of it.
+        // The list is saved before a Prepare can be refused because of it.
         if !self.watch_all {
             let is_withheld = |gpu: &Gpu| gpu.watch.is_withheld();
             let gpus = self.gpus.iter();
@@ -303,9 +310,9 @@ impl Watchdog {
         events
     }
 
-    /// Notes whose the processes are, how much they held at most, and whose the memory is that dead ones have left. `now` is in
-    /// seconds.
-    fn note_seen(&mut self, now: u64, devices: &Devices, alive: Vec<(String, Alive)>) {
+    /// Records the owners of processes, the most memory that they held, and the owners of memory that dead processes left. `now`
+    /// is in seconds.
+    fn record_owners(&mut self, now: u64, devices: &Devices, alive: Vec<(String, Alive)>) {
         let mut pods: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
         for (key, (record, _)) in devices {
             let uids = self.parts.ledger.pod_uids(&record.plan.allocation.uid);
@@ -318,8 +325,10 @@ impl Watchdog {
             let Some(gpu) = self.gpus.get_mut(&uuid) else {
                 continue;
             };
-            let bytes = alive.bytes.iter();
-            let bytes = bytes.filter_map(|(pid, bytes)| Some((owners.get(pid)?, *bytes)));
+            let bytes = alive
+                .bytes
+                .iter()
+                .filter_map(|(pid, bytes)| Some((owners.get(pid)?, *bytes)));
             self.peaks.add(now, &alive.weights(devices, &uuid), bytes);
             let Alive { held, unowned, .. } = alive;
             let held = held.into_iter().filter_map(|(process, bytes)| {
@@ -331,18 +340,19 @@ impl Watchdog {
         }
         // A process's memory is usually free a moment after its end.
         let withheld = self.gpus.iter().filter(|(_, gpu)| gpu.watch.is_withheld());
-        let zombies = withheld.map(|(uuid, gpu)| (uuid.clone(), gpu.departed.zombies()));
-        let zombies = zombies.collect();
+        let zombies = withheld
+            .map(|(uuid, gpu)| (uuid.clone(), gpu.departed.zombies()))
+            .collect();
         self.peaks.keep(|key| devices.contains_key(key));
-        self.parts.last_findings.set_seen(Seen {
+        self.parts.last_findings.set_ownership(Ownership {
             owners,
             zombies,
             peaks: self.peaks.get(now),
         });
     }
 
-    /// Chooses the GPUs to watch: those that claims hold, those that none has held for a short time only, and those that are
-    /// withheld. False if none is held and the others were watched a short time ago.
+    /// Chooses the GPUs to watch: those that claims hold or held a short time ago, and those that are withheld. False if no claim
+    /// holds one and they were watched a short time ago.
     fn is_due(&mut self, now: Instant, devices: &Devices) -> bool {
         for (record, nth) in devices.values() {
             let uuid = &record.plan.devices[*nth].gpu_uuid;
@@ -399,7 +409,7 @@ fn holding(ledger: &Ledger, devices: &Devices, owner: &usage::Owner) -> Option<H
     };
     let (record, _) = keys.iter().find_map(|key| devices.get(key))?;
     let pods = ledger.pod_uids(&record.plan.allocation.uid);
-    // Without a cgroup that says which it is the only pod.
+    // If no cgroup names the pod, it is the claim's only pod.
     let only = pods.iter().next().filter(|_| pods.len() == 1);
     let pod = match pod_uid {
         Some(uid) => pods.get_key_value(uid),
@@ -422,9 +432,9 @@ struct BypassEvent {
     note: String,
 }
 
-/// Ends the process of a bypass if the policy says so; whether it was ended, the first time.
+/// Ends the process of a bypass if the policy says so. Returns whether it was ended for the first time.
 fn is_ended(
-    parts: &Parts,
+    parts: &WatchdogParts,
     proc: &Proc,
     ended: &mut BTreeSet<ProcessId>,
     gpu_uuid: &str,
@@ -441,7 +451,7 @@ fn is_ended(
 
 /// Logs a bypass and returns its events, if it must be reported.
 fn report(
-    parts: &Parts,
+    parts: &WatchdogParts,
     gpu_uuid: &str,
     (record, nth): &(Arc<Record>, usize),
     bypass: &Bypass,
@@ -467,8 +477,8 @@ fn report(
 }
 
 impl Gpu {
-    /// Samples the partitions that claims share, and forgets all others. One that cannot be read once is left out: it is just
-    /// being removed, or was before its claims are prepared again after a reboot.
+    /// Samples the partitions that claims share, and forgets all others. A partition that cannot be read once is left out: it is
+    /// being removed, or a reboot removed it and its claims are not prepared again yet.
     fn sample_partitions(
         &mut self,
         held: impl Iterator<Item = Held>,
@@ -607,7 +617,7 @@ fn held(
             continue;
         }
         let pages = layout.share(uid, key);
-        // NVML tells of a process what cannot move: managed memory is no process's.
+        // NVML counts for a process only what cannot move; it counts managed memory for no process.
         let (account, all) = if resident.is_some() {
             let account = pages.account;
             (pages.resident, Some(AllMemory { account, memory }))
@@ -627,8 +637,9 @@ fn held(
         };
         whole.uncapped.insert(key.clone());
         if let Some(mig) = &partition.mig {
-            let held = shared.entry(mig.uuid.clone());
-            let held = held.or_insert_with(|| of(&mig.uuid));
+            let held = shared
+                .entry(mig.uuid.clone())
+                .or_insert_with(|| of(&mig.uuid));
             held.shares.push(share);
             for pod in pods() {
                 held.pods.entry(pod).or_default().insert(key.clone());
@@ -638,7 +649,7 @@ fn held(
     (whole, shared)
 }
 
-/// Ends a process; whether this call ended it.
+/// Ends a process. Returns whether this call ended it.
 fn kill(proc: &Proc, bypass: &Bypass) -> bool {
     match end(proc, bypass.process) {
         Ok(ended) => ended == Ended::Killed,

@@ -178,8 +178,8 @@ impl FakeApi {
             let events = self.0.lock().unwrap().watches.remove(path);
             if let Some(events) = events {
                 let lines: Vec<_> = events.iter().map(ToString::to_string).collect();
-                let lines = lines.join("\n") + "\n";
-                return Response::new(Body::from(lines.into_bytes()));
+                let text = lines.join("\n") + "\n";
+                return Response::new(Body::from(text.into_bytes()));
             }
             woken.await;
         }

@@ -39,8 +39,8 @@ impl MortalDriver {
         let description = self.gpus.describe().unwrap();
         let gpu = description.gpus.iter().find(|it| it.uuid == gpu).unwrap();
         let minor = gpu.minor;
-        let folder = format!("driver/nvidia/capabilities/gpu{minor}/mig");
-        let folder = self.proc.join(folder);
+        let in_proc = format!("driver/nvidia/capabilities/gpu{minor}/mig");
+        let folder = self.proc.join(in_proc);
         let _ = std::fs::remove_dir_all(&folder);
         for instance in self.gpus.mig_state(&gpu.uuid).unwrap().instances {
             let gi = folder.join(format!("gi{}", instance.id));

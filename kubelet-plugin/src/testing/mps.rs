@@ -20,7 +20,7 @@ pub struct Supervisor(Arc<Mutex<State>>);
 struct State {
     /// The GPUs and MIG devices that have a daemon.
     serving: BTreeSet<String>,
-    /// Those whose daemon has died.
+    /// The devices whose daemon has died.
     dead: BTreeSet<String>,
     is_away: bool,
     /// No daemon can be started.
@@ -42,7 +42,7 @@ impl Supervisor {
         self.state().ensured
     }
 
-    /// Nothing of it survives.
+    /// Ends all daemons.
     pub fn reboot(&self) {
         *self.state() = State::default();
     }

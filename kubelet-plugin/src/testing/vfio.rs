@@ -178,8 +178,8 @@ impl Groups for MortalGroups {
             }
             Change::Probe(at) => {
                 let before = function(at);
-                let driver = before.driver_override.clone();
-                let driver = Some(driver.unwrap_or_else(|| before.own.to_owned()));
+                let forced = before.driver_override.clone();
+                let driver = Some(forced.unwrap_or_else(|| before.own.to_owned()));
                 (at, Bound { driver, ..before })
             }
         };

@@ -103,7 +103,7 @@ async fn a_node_that_fails_costs_only_its_own_answer_which_says_why() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn many_readers_cost_as_much_as_one_and_nothing_is_older_than_two_seconds() {
+async fn many_readers_cost_as_one_and_data_is_at_most_two_seconds_old() {
     let (nodes, fake) = nodes();
     let asked = || fake.0.load(Ordering::SeqCst);
     let all = futures::future::join_all((0..50).map(|_| nodes.answer("good"))).await;

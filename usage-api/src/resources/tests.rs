@@ -103,7 +103,7 @@ fn row(resource: Resource, object: &Object) -> BTreeMap<String, String> {
             .map_or_else(|| cell.to_string(), str::to_owned)
     };
     let cell = |(column, cell): (&Value, &Value)| {
-        // kubectl shows what it gets, so a number is one.
+        // kubectl prints a value as it is, so a number must be a JSON number.
         let kind = column["type"] == "integer";
         assert!(
             cell.is_null() || cell.is_number() == kind,
@@ -194,9 +194,9 @@ fn a_claim_whose_node_does_not_answer_has_a_row_that_says_why() {
     );
 }
 
-/// The node lists its share with zeros: they are no use that was read.
+/// The node lists its share with zeros, which were not read.
 #[test]
-fn what_a_claim_has_of_a_gpu_that_does_not_answer_is_no_zero() {
+fn a_claim_on_a_gpu_that_does_not_answer_shows_no_zero() {
     let mut lost = node();
     lost.gpus[0].problem = Some("lost".into());
     lost.gpus[0].shares[0].memory.used = 0;
@@ -239,7 +239,7 @@ fn a_nodes_row_counts_its_gpus_and_claims() {
 }
 
 #[test]
-fn claims_are_those_with_devices_of_ours_on_the_nodes_of_their_pools() {
+fn claims_with_our_devices_are_on_the_nodes_of_their_pools() {
     let claim = |results: Value| {
         let claim = json!({
             "metadata": {"namespace": "team", "name": "c", "uid": "1", "labels": {"app": "x"}},
@@ -253,8 +253,8 @@ fn claims_are_those_with_devices_of_ours_on_the_nodes_of_their_pools() {
         result(DRIVER, "b/gpu"),
         result(DRIVER, "a/gpu"),
         result("other", "c/gpu")
-    ]));
-    let ours = ours.unwrap();
+    ]))
+    .unwrap();
     assert_eq!(ours.nodes, ["a".to_owned(), "b".to_owned()].into());
     assert_eq!(ours.labels.unwrap()["app"], "x");
     assert_eq!(claim(json!([result("other", "a/gpu")])), None);

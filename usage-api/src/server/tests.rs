@@ -154,8 +154,9 @@ impl Served {
             .header("X-Remote-User", user)
             .header("X-Remote-Group", "team")
             .header("Accept", accept)
-            .header("Authorization", "Bearer of-an-administrator");
-        let request = request.body(AxumBody::empty()).unwrap();
+            .header("Authorization", "Bearer of-an-administrator")
+            .body(AxumBody::empty())
+            .unwrap();
         let stream = TcpStream::connect(self.address).await.unwrap();
         let (status, body) = client.send(stream, request, 1 << 20).await.unwrap();
         let json = serde_json::from_slice(&body);
@@ -263,7 +264,7 @@ async fn a_list_has_every_page_and_a_dead_node_costs_its_own_rows() {
     let problem = items[1]["problem"].as_str().unwrap();
     assert!(problem.contains("connection refused"), "{problem}");
 
-    // Who sets a limit gets a page, and asks on.
+    // A client that sets a limit gets one page, and asks for the next.
     let (_, page) = served.get("jane", &format!("{team}?limit=1")).await;
     assert_eq!(
         (
@@ -389,7 +390,7 @@ async fn without_the_config_map_nobody_is_answered() {
     let plugins = Plugins::fixed([("a".to_owned(), at(1))]);
     let nodes = Arc::new(Nodes::new(Reader::new(plugins, Plugin)));
     let usage = Usage {
-        trust: Current::default(),
+        trust: CurrentTrust::default(),
         access: Access::new(cluster()),
         claims: Claims::new(cluster(), Arc::clone(&nodes)),
         nodes,

@@ -123,7 +123,7 @@ fn act(name: &str, step: Step) -> (String, Step) {
 const NOTICE: Step = Step::Notice { idle: seconds(30) };
 
 #[test]
-fn an_idle_claim_is_named_and_evicted_after_its_grace_and_one_that_works_is_left_alone() {
+fn an_idle_claim_is_named_and_evicted_after_its_grace() {
     let mut watches = BTreeMap::new();
     let one = [("one", facts(&[pod("p", &["one"])]))];
     let at = |now: u64| idle(&[("one", 0, now - 100), ("two", 1, 3)]);
@@ -143,7 +143,7 @@ fn an_idle_claim_is_named_and_evicted_after_its_grace_and_one_that_works_is_left
 }
 
 #[test]
-fn another_namespace_an_annotation_and_unread_facts_keep_a_claim() {
+fn other_namespaces_an_annotation_and_unread_facts_keep_a_claim() {
     let holders = idle(&[("one", 0, 60)]);
     let is_named =
         |facts: &[(&str, Facts)]| !steps(100, &holders, facts, &mut BTreeMap::new()).is_empty();
@@ -208,8 +208,8 @@ fn a_pod_is_not_evicted_for_one_claim_while_another_one_works() {
 }
 
 #[test]
-fn a_claim_that_has_a_gpu_of_which_nothing_is_asked_is_left_alone() {
-    // Of GPU-2 the policy does not speak.
+fn a_claim_with_a_gpu_that_no_idle_policy_names_is_left_alone() {
+    // The policy has no rule for GPU-2.
     let holders = idle(&[("one", 0, 60), ("one", 2, 60)]);
     assert_eq!(holders["one"].gpus.len(), 2);
     let one = [("one", facts(&[]))];

@@ -14,8 +14,8 @@ const EVICT: IdleRule = IdleRule {
     action: Action::Evict { grace: seconds(10) },
 };
 
-const fn idle(for_seconds: u64) -> Seen {
-    Seen {
+const fn idle(for_seconds: u64) -> Activity {
+    Activity {
         idle: Some(seconds(for_seconds)),
         memory: 1,
     }
@@ -24,7 +24,7 @@ const fn idle(for_seconds: u64) -> Seen {
 /// Steps every second from a kernel at 0 on; what was done, by the second.
 fn history(
     terms: impl Fn(u64) -> Option<IdleRule>,
-    seen: impl Fn(u64) -> Seen,
+    seen: impl Fn(u64) -> Activity,
     until: u64,
 ) -> Vec<(u64, Step)> {
     let mut watch = Watch::default();
@@ -62,13 +62,13 @@ fn what_ends_the_notice() {
     let exempt = |now| (now < 35).then_some(EVICT);
     assert_eq!(history(exempt, idle, 60), back(Why::NotAsked));
     // A driver that does not answer.
-    let unknown = |now| Seen {
+    let unknown = |now| Activity {
         idle: (now < 35).then_some(seconds(now)),
         ..idle(now)
     };
     assert_eq!(history(|_| Some(EVICT), unknown, 60), back(Why::NotKnown));
     // It gave its memory back.
-    let empty = |now| Seen {
+    let empty = |now| Activity {
         memory: u64::from(now < 35),
         ..idle(now)
     };
@@ -152,7 +152,7 @@ fn a_claim_is_as_idle_as_its_busiest_device() {
     assert_eq!(one.gpus.len(), 2);
     assert_eq!(
         holders["two"].seen,
-        Seen {
+        Activity {
             idle: Some(seconds(9)),
             memory: 4
         }
@@ -160,7 +160,7 @@ fn a_claim_is_as_idle_as_its_busiest_device() {
 }
 
 #[test]
-fn what_one_device_does_not_tell_is_not_known_of_the_claim() {
+fn a_claim_is_unknown_if_one_of_its_devices_is_unknown() {
     let seen = |gpus: Value| holders(&node(&gpus))["one"].seen.idle;
     let unknown = json!([
         gpu("GPU-1", &[share("one", None, 2)]),
@@ -222,7 +222,7 @@ proptest! {
             if !is_looked_at {
                 continue;
             }
-            let seen = Seen { idle: is_known.then_some(seconds(now - worked)), memory: 1 };
+            let seen = Activity { idle: is_known.then_some(seconds(now - worked)), memory: 1 };
             let step;
             (watch, step) = watch.step(seconds(now), is_asked.then_some(terms), seen);
             if !is_known || !is_asked || now - worked < after {

@@ -31,7 +31,7 @@ async fn share(world: &World, name: &str) -> PathBuf {
 #[tokio::test]
 async fn a_tenant_that_makes_its_page_longer_takes_space_from_nobody() {
     let world = World::new();
-    // As large as a few claims' pages, like a node's /run that is nearly full.
+    // It is as large as a few claims' pages, like a node's /run that is nearly full.
     let run = world.layout.shares.parent().unwrap().to_owned();
     fs::create_dir_all(&run).unwrap();
     mount("run", &run, "tmpfs", MountFlags::empty(), c"size=256k").unwrap();
@@ -56,7 +56,7 @@ async fn a_tenant_that_makes_its_page_longer_takes_space_from_nobody() {
 }
 
 #[tokio::test]
-async fn the_pages_of_a_claim_have_a_file_system_that_lives_as_long_as_they() {
+async fn a_claims_pages_have_a_file_system_until_they_are_removed() {
     let world = World::new();
     let shares = world.layout.shares.clone();
     let account = share(&world, "a").await;
@@ -79,18 +79,18 @@ async fn the_pages_of_a_claim_have_a_file_system_that_lives_as_long_as_they() {
     assert_eq!(mounts(&shares), [""; 0]);
     assert!(world.traces().is_empty(), "{:?}", world.traces());
 
-    // A claim whose pages containers only read has none.
+    // A claim whose pages containers only read has no file system of its own.
     world.api.put(claim("b", &[whole("gpu", 1)]));
     world.prepare("b").await;
     assert_eq!(mounts(&shares), [""; 0]);
 }
 
 #[tokio::test]
-async fn pages_in_a_plain_folder_stay_where_containers_have_mounted_them() {
+async fn pages_in_a_plain_folder_stay_where_containers_mounted_them() {
     let world = World::new();
     let account = share(&world, "a").await;
     let claim = world.layout.shares.join("uid-of-a");
-    // As an earlier release left them, without separate file systems.
+    // An earlier release left them in this way, without separate file systems.
     let device = account.parent().unwrap();
     let pages = ["cap", "account"].map(|page| (page, fs::read(device.join(page)).unwrap()));
     unmount(&claim, UnmountFlags::empty()).unwrap();

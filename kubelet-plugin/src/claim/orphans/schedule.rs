@@ -38,7 +38,7 @@ pub const PAUSE: Duration = Duration::from_secs(1);
 
 /// The result of a GET of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Found {
+pub enum Presence {
     There,
     /// The API server said that it does not exist, or has another claim of its name.
     Gone,
@@ -68,7 +68,7 @@ struct Claim {
 #[derive(Debug, Default)]
 pub struct Schedule {
     claims: BTreeMap<String, Claim>,
-    /// The pods because of which each claim was asked for.
+    /// The pods for which each claim was asked for already.
     joined: BTreeMap<String, BTreeSet<String>>,
     started: bool,
 }
@@ -106,8 +106,8 @@ impl Schedule {
         self.started = true;
     }
 
-    /// Pods use a claim that this process has not read with these pods: it is asked for once for each
-    /// pod.
+    /// Notes pods that use a claim, although the claim did not name them when it was last read: it is
+    /// asked for once for each of them.
     pub fn joined(&mut self, now: Instant, uid: &str, pods: BTreeSet<String>) {
         if !self.claims.get(uid).is_some_and(|claim| claim.read) {
             return;
@@ -151,10 +151,10 @@ impl Schedule {
         self.claims.values().filter_map(|claim| claim.due).min()
     }
 
-    /// Records an answer. `true`: the claim has been gone for long enough to be released; it is asked for
-    /// again later in case the release fails.
+    /// Records an answer. Returns whether the claim has been gone for long enough to be released; it is
+    /// asked for again later in case the release fails.
     #[must_use]
-    pub fn found(&mut self, now: Instant, uid: &str, found: Found) -> bool {
+    pub fn found(&mut self, now: Instant, uid: &str, found: Presence) -> bool {
         let Some(claim) = self.claims.get_mut(uid) else {
             return false;
         };
@@ -162,17 +162,17 @@ impl Schedule {
         claim.urgent = false;
         claim.read = true;
         match found {
-            Found::There | Found::Unknown => {
+            Presence::There | Presence::Unknown => {
                 claim.gone = None;
                 claim.due = match claim.listed {
-                    Some(true) if found == Found::There => None,
+                    Some(true) if found == Presence::There => None,
                     Some(_) => Some(now + varied(uid, claim.pause)),
                     None => Some(now + varied(uid, LONGEST)),
                 };
                 claim.pause = (claim.pause * 2).min(LONGEST);
                 false
             }
-            Found::Gone => {
+            Presence::Gone => {
                 let since = *claim.gone.get_or_insert(now);
                 let long = now.duration_since(since) >= GRACE;
                 claim.due = Some(now + if long { INTERVAL } else { GRACE });
@@ -211,7 +211,7 @@ mod tests {
         while now < from + time {
             schedule.update(now, &held(listed));
             while schedule.next(now).is_some() {
-                assert!(!schedule.found(now, "a", Found::There));
+                assert!(!schedule.found(now, "a", Presence::There));
                 gets += 1;
             }
             now += PAUSE;
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loaded_claim_is_asked_for_once_and_never_again_while_the_kubelet_lists_it() {
+    fn a_loaded_claim_that_the_kubelet_lists_is_asked_for_once() {
         let mut schedule = Schedule::default();
         let start = Instant::now();
         assert_eq!(gets(&mut schedule, start, SPREAD, Some(true)), 1);
@@ -229,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_that_the_kubelet_does_not_list_is_asked_for_ever_more_rarely() {
+    fn a_claim_that_is_not_listed_is_asked_for_more_and_more_rarely() {
         for listed in [Some(false), None] {
             let mut schedule = Schedule::default();
             let start = Instant::now();
@@ -242,34 +242,34 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_released_at_the_second_answer_and_not_before_the_grace_is_over() {
+    fn a_claim_is_released_at_the_second_answer_after_the_grace() {
         let mut schedule = Schedule::default();
         let now = Instant::now();
         schedule.update(now, &held(Some(false)));
         schedule.suspect(now, "a");
         assert_eq!(schedule.next(now), Some("a"));
-        assert!(!schedule.found(now, "a", Found::Gone));
+        assert!(!schedule.found(now, "a", Presence::Gone));
         assert_eq!(schedule.next(now), None);
         // A waiting claim does not shorten the grace period.
         schedule.suspect(now, "a");
         assert_eq!(schedule.next(now + GRACE - PAUSE), None);
-        assert!(!schedule.found(now + PAUSE, "a", Found::Gone));
-        assert!(schedule.found(now + GRACE, "a", Found::Gone));
+        assert!(!schedule.found(now + PAUSE, "a", Presence::Gone));
+        assert!(schedule.found(now + GRACE, "a", Presence::Gone));
     }
 
     #[test]
     fn one_answer_that_it_is_there_or_none_at_all_begins_anew() {
-        for other in [Found::There, Found::Unknown] {
+        for other in [Presence::There, Presence::Unknown] {
             let mut schedule = Schedule::default();
             let now = Instant::now();
             schedule.update(now, &held(Some(false)));
-            assert!(!schedule.found(now, "a", Found::Gone));
+            assert!(!schedule.found(now, "a", Presence::Gone));
             assert!(!schedule.found(now + GRACE, "a", other));
             assert!(
-                !schedule.found(now + 2 * GRACE, "a", Found::Gone),
+                !schedule.found(now + 2 * GRACE, "a", Presence::Gone),
                 "{other:?}"
             );
-            assert!(schedule.found(now + 3 * GRACE, "a", Found::Gone));
+            assert!(schedule.found(now + 3 * GRACE, "a", Presence::Gone));
         }
     }
 
@@ -279,15 +279,15 @@ mod tests {
         let mut now = Instant::now();
         for _ in 0..5 {
             schedule.update(now, &held(Some(true)));
-            assert!(!schedule.found(now, "a", Found::Gone));
+            assert!(!schedule.found(now, "a", Presence::Gone));
             now += INTERVAL;
         }
         schedule.update(now, &held(Some(false)));
-        assert!(schedule.found(now, "a", Found::Gone));
+        assert!(schedule.found(now, "a", Presence::Gone));
     }
 
     #[test]
-    fn who_is_in_the_way_goes_first_and_is_not_asked_for_again_at_once() {
+    fn a_claim_in_the_way_goes_first_and_is_not_asked_for_twice() {
         let mut schedule = Schedule::default();
         let start = Instant::now();
         let both = BTreeMap::from([("a".to_owned(), None), ("b".to_owned(), None)]);
@@ -295,10 +295,10 @@ mod tests {
         let now = start + SPREAD;
         schedule.suspect(now, "b");
         assert_eq!(schedule.next(now), Some("b"));
-        assert!(!schedule.found(now, "b", Found::There));
+        assert!(!schedule.found(now, "b", Presence::There));
         schedule.suspect(now, "b");
         assert_eq!(schedule.next(now), Some("a"));
-        assert!(!schedule.found(now, "a", Found::There));
+        assert!(!schedule.found(now, "a", Presence::There));
         assert_eq!(schedule.next(now), None);
         assert_eq!(schedule.next(now + GRACE), Some("b"));
         schedule.suspect(now, "not-held");

@@ -34,8 +34,8 @@ fn held(plugin: &Plugin) -> Vec<String> {
 #[tokio::test(start_paused = true)]
 async fn at_steady_state_the_api_server_is_asked_for_nothing() {
     let world = World::new();
-    let names: Vec<_> = (0..20).map(|n| format!("claim-{n}")).collect();
-    let names: Vec<_> = names.iter().map(String::as_str).collect();
+    let claims: Vec<_> = (0..20).map(|n| format!("claim-{n}")).collect();
+    let names: Vec<_> = claims.iter().map(String::as_str).collect();
     prepare(&world, &world.start(), &names).await;
     let plugin = world.start();
     let kubelet = KubeletList::of(&plugin.preparer.ledger().held());
@@ -69,7 +69,7 @@ async fn at_steady_state_the_api_server_is_asked_for_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn claims_that_are_gone_or_replaced_are_released_and_others_stay() {
+async fn gone_and_replaced_claims_are_released_and_others_stay() {
     let world = World::new();
     let objects = prepare(&world, &world.start(), &["gone", "kept", "replaced"]).await;
     world.api.delete(&objects[0]);
@@ -152,8 +152,7 @@ async fn a_claim_that_is_gone_keeps_its_gpu_while_a_container_has_it() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_is_gone_keeps_its_gpu_while_processes_are_not_known_or_count_in_its_account()
-{
+async fn a_gone_claim_keeps_its_gpu_while_processes_may_be_left() {
     let world = World::new();
     let plugin = world.start();
     let objects = prepare(&world, &plugin, &["a"]).await;

@@ -57,7 +57,7 @@ pub enum Problem {
     /// Its journal cannot be read.
     #[error("{0}")]
     Journal(Arc<str>),
-    /// It wants what a claim may hold whose journal cannot be read.
+    /// It wants a GPU that a claim with an unreadable journal may hold.
     #[error(transparent)]
     MayBeHeld(#[from] MayBeHeld),
     /// The driver was not checked yet.

@@ -18,8 +18,9 @@ pub(super) fn refuse_in_use(
 ) -> Result<(), Problem> {
     let plan = &record.plan;
     let keys: Vec<_> = plan.devices.iter().map(|it| it.key.as_str()).collect();
-    let processes = containers.processes_with(&keys);
-    let processes = processes.map_err(|error| Problem::UsersUnknown(error.to_string()))?;
+    let processes = containers
+        .processes_with(&keys)
+        .map_err(|error| Problem::UsersUnknown(error.to_string()))?;
     if let Some(first) = processes.first() {
         let count = processes.len();
         return Err(Problem::InUse(format!(

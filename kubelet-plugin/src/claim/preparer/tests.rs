@@ -81,8 +81,8 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
             "run/shares/uid-of-a/uid-of-a-gpu-0/cap",
         ]
     );
-    let page = world.layout.share("uid-of-a", &device.key).cap;
-    let page = std::fs::read(page).unwrap();
+    let share = world.layout.share("uid-of-a", &device.key);
+    let page = std::fs::read(share.cap).unwrap();
     let cap = CapPage::decode(&page).unwrap();
     assert_eq!(
         (cap.memory_limit, cap.gpu_uuid),
@@ -105,10 +105,10 @@ async fn libraries_that_a_policy_names_go_to_new_claims_only() {
 
     let gpu = &before.plan.devices[0].gpu_uuid;
     let capped_by = serde_json::json!({"extraDriverCapabilities": ["video", "unknown"]});
-    let published = serde_json::json!({
+    let json = serde_json::json!({
         "epoch": 1, "poolGeneration": 1, "gpus": [{"uuid": gpu, "capped": capped_by}],
     });
-    let published = serde_json::from_value(published).unwrap();
+    let published = serde_json::from_value(json).unwrap();
     plugin.policy.send_replace(NodePolicy::of(&published));
     // A container of a held claim that starts again has what it had.
     let again = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
@@ -119,7 +119,7 @@ async fn libraries_that_a_policy_names_go_to_new_claims_only() {
     assert_eq!(ids.len(), 3);
     assert_eq!(ids[1], "gpu.tranche.dev/driver=video");
     assert_eq!(ids[2], DriverDevice::Capped { pages: PAGES }.id());
-    // By the journal too.
+    // The journal keeps it, too.
     plugin.policy.send_replace(NodePolicy::default());
     let kept = world.prepare("b").await;
     assert_eq!(kept.plan, new.plan);
@@ -131,7 +131,7 @@ async fn a_share_waits_for_the_policy_of_its_gpu() {
     let plugin = world.start();
     let known = world.no_policy();
     plugin.policy.send_replace(NodePolicy::default());
-    // It matters to shares only.
+    // Only shares need the policy.
     world.api.put(claim("whole", &[whole("gpu", 1)]));
     plugin.preparer.prepare(&claim_ref("whole")).await.unwrap();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
@@ -148,7 +148,7 @@ async fn a_share_waits_for_the_policy_of_its_gpu() {
     assert!(!waits.is_finished());
     plugin.policy.send_replace(known);
     waits.await.unwrap().unwrap();
-    // What it got stays, whatever the next process knows.
+    // It keeps what it got, whatever the next process knows.
     let plugin = world.start();
     plugin.policy.send_replace(NodePolicy::default());
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
@@ -176,7 +176,7 @@ async fn two_shares_on_two_gpus_have_each_its_cap() {
 }
 
 #[tokio::test]
-async fn an_oversubscribed_share_has_an_account_of_its_part_of_the_gpu() {
+async fn an_oversubscribed_share_has_an_account_of_resident_memory() {
     let world = World::new();
     let plugin = world.start();
     let share = oversubscribed("gpu", 0, 250, "100Gi", 25);
@@ -241,7 +241,7 @@ async fn a_replay_leaves_the_page_that_containers_have_mounted() {
     let share = world.layout.share("uid-of-a", &record.plan.devices[0].key);
     let inode = || std::fs::metadata(&share.cap).unwrap().ino();
     let before = inode();
-    // What the sampler writes.
+    // The sampler writes behind the limits.
     let cap = std::fs::File::options()
         .write(true)
         .open(&share.cap)
@@ -321,7 +321,7 @@ async fn left_alone(pages: u32) {
     let other = prepared_by_another_release(&world, pages).await;
     let before = world.contents();
     let plugin = world.start();
-    // For example a second pod of the claim.
+    // The kubelet asks again, for example for a second pod of the claim.
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     let device = DriverDevice::Capped { pages }.id();
     assert_eq!(record.plan.devices[0].cdi_ids[1], device);
@@ -354,7 +354,7 @@ async fn a_page_of_another_release_that_is_missing_is_named() {
 }
 
 #[tokio::test]
-async fn after_a_boot_a_claim_of_another_release_gets_pages_of_this_one() {
+async fn after_a_boot_a_claim_of_another_release_gets_new_pages() {
     for pages in OTHERS {
         made_anew(pages).await;
     }
@@ -363,7 +363,7 @@ async fn after_a_boot_a_claim_of_another_release_gets_pages_of_this_one() {
 async fn made_anew(pages: u32) {
     let world = World::new();
     prepared_by_another_release(&world, pages).await;
-    // As a boot leaves it.
+    // A boot removes the pages.
     let folder = world.layout.share("uid-of-a", "").claim;
     rustix::mount::unmount(&folder, rustix::mount::UnmountFlags::DETACH).unwrap();
     std::fs::remove_dir_all(&folder).unwrap();
@@ -402,8 +402,8 @@ fn swapped(world: &World) -> DriverState {
 
 /// The device nodes that the claim's containers get.
 fn device_nodes(world: &World, name: &str) -> Vec<String> {
-    let spec = world.layout.claim_spec(&format!("uid-of-{name}"));
-    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(spec).unwrap()).unwrap();
+    let path = world.layout.claim_spec(&format!("uid-of-{name}"));
+    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     let devices = spec["devices"].as_array().unwrap();
     let nodes = devices.iter().flat_map(|device| {
         let nodes = device["containerEdits"]["deviceNodes"].as_array();
@@ -529,7 +529,7 @@ async fn claims_that_are_gone_replaced_or_not_allocated_are_refused() {
 }
 
 #[tokio::test]
-async fn bad_parameters_and_sizes_are_refused_by_field_on_the_pods_events() {
+async fn the_pods_event_names_the_field_of_bad_parameters_and_sizes() {
     let world = World::new();
     let plugin = world.start();
     for (name, size, word) in [
@@ -644,7 +644,7 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
 }
 
 #[tokio::test]
-async fn of_a_journal_that_cannot_be_read_the_gpus_that_it_names_count_as_taken() {
+async fn the_gpus_that_an_unreadable_journal_names_count_as_taken() {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "1Gi", 10)]));
     world.prepare("a").await;
@@ -674,13 +674,13 @@ async fn of_a_journal_that_cannot_be_read_the_gpus_that_it_names_count_as_taken(
         );
     }
     plugin.preparer.prepare(&claim_ref("c")).await.unwrap();
-    // After the repair it blocks only what it blocked before: not a share.
+    // After the repair it blocks only what it blocked before, which is no share.
     std::fs::write(&path, record).unwrap();
     plugin.preparer.prepare(&claim_ref("b")).await.unwrap();
     assert_eq!(held(&plugin), ["a", "b", "c"]);
 }
 
-/// For example a journal of a newer plugin before a rollback, or one from a backup.
+/// An example is a journal of a newer plugin before a rollback, or one from a backup.
 #[tokio::test]
 async fn a_journal_that_was_mended_is_held_again() {
     let world = World::new();
@@ -717,11 +717,11 @@ async fn no_driver_means_an_error_with_the_way_out() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[whole("gpu", 0)]));
-    let absent = NvmlError::NotFound {
+    let not_found = NvmlError::NotFound {
         roots: "/driver-root".into(),
         searched: "/usr/lib64".into(),
     };
-    let absent = DriverState::Absent(Arc::new(DriverError::Nvml(absent)));
+    let absent = DriverState::Absent(Arc::new(DriverError::Nvml(not_found)));
     plugin.driver.send_replace(absent);
     has(
         &refusal(&plugin, "a").await,
@@ -742,7 +742,7 @@ async fn no_driver_means_an_error_with_the_way_out() {
 }
 
 #[tokio::test]
-async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_is_not() {
+async fn without_the_shim_only_capped_claims_are_refused() {
     let world = World::new();
     let plugin = world.start();
     std::fs::remove_file(
@@ -763,7 +763,7 @@ async fn a_capped_claim_is_refused_where_the_shim_is_gone_and_an_exclusive_one_i
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_serves_one_tier_at_a_time_whatever_the_scheduler_believed() {
+async fn a_gpu_serves_one_tier_at_a_time_whatever_is_allocated() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[capped("gpu", 0, "40Gi", 40)]));
@@ -835,7 +835,7 @@ async fn a_claim_waits_for_the_first_check_of_the_driver() {
     let claim = claim_ref("a");
     let early = plugin.preparer.prepare(&claim);
     let look = async {
-        // After the claim was read it waits only for the driver.
+        // Once it has read the claim, it waits only for the driver.
         while world.api.requests().is_empty() {
             tokio::task::yield_now().await;
         }
@@ -1098,7 +1098,7 @@ async fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() {
 }
 
 #[tokio::test]
-async fn a_gpu_that_is_withheld_is_refused_to_new_claims_and_kept_for_running_ones() {
+async fn a_withheld_gpu_is_refused_to_new_claims_only() {
     let mut world = World::new();
     let uuid = |gpu: usize| world.ready.inventory.gpus[gpu].uuid.clone();
     let (mine, other) = (uuid(0), uuid(1));

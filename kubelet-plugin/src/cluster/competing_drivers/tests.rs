@@ -50,7 +50,7 @@ impl PodResourcesLister for KubeletService {
 
 struct Node {
     world: World,
-    places: Places,
+    folders: SocketFolders,
     kubelet: KubeletService,
     uuids: Vec<String>,
     socket: Option<Socket>,
@@ -60,7 +60,7 @@ impl Node {
     fn new() -> Self {
         let world = World::new();
         let root = world.dir.path();
-        let places = Places {
+        let folders = SocketFolders {
             device_plugins: root.join("device-plugins"),
             registry: world.layout.registry.clone(),
         };
@@ -68,7 +68,7 @@ impl Node {
         Self {
             uuids: gpus.iter().map(|gpu| gpu.uuid.clone()).collect(),
             world,
-            places,
+            folders,
             kubelet: KubeletService::default(),
             socket: None,
         }
@@ -93,7 +93,7 @@ impl Node {
 
     fn search(&self) -> CompetingDriverSearch {
         CompetingDriverSearch::new(
-            self.places.clone(),
+            self.folders.clone(),
             Arc::new(PodResources::new(self.kubelet_socket())),
             self.world.api.client(),
             NODE.to_owned(),
@@ -158,10 +158,10 @@ async fn a_device_plugins_gpus_are_those_that_the_kubelet_names() {
 }
 
 #[tokio::test]
-async fn a_socket_file_that_a_dead_plugin_left_is_no_provider() {
+async fn a_socket_file_of_a_dead_plugin_is_ignored() {
     // There is no kubelet, so a running plugin counts for all GPUs.
     let node = Node::new();
-    let folder = node.places.device_plugins.clone();
+    let folder = node.folders.device_plugins.clone();
     assert_eq!(node.withheld().await, [""; 0], "no folder, no plugin");
     let plugin = Node::plugin(&folder, "nvidia-gpu.sock");
     assert_eq!(node.withheld().await, node.uuids);
@@ -195,14 +195,14 @@ async fn nvidias_dra_driver_is_noticed_by_its_socket_and_its_slices() {
     node.world.api.put_at(SLICES, list);
     assert_eq!(node.withheld().await, [""; 0], "its driver does not run");
 
-    let driver = Node::plugin(&node.places.registry, "gpu.nvidia.com-reg.sock");
+    let driver = Node::plugin(&node.folders.registry, "gpu.nvidia.com-reg.sock");
     assert_eq!(node.withheld().await, [node.uuids[1].clone()]);
     drop(driver);
     assert_eq!(node.withheld().await, [""; 0]);
-    let rolling = Node::plugin(&node.places.registry, "gpu.nvidia.com-8d1f-reg.sock");
+    let rolling = Node::plugin(&node.folders.registry, "gpu.nvidia.com-8d1f-reg.sock");
     assert_eq!(node.withheld().await, [node.uuids[1].clone()]);
     drop(rolling);
-    let other = Node::plugin(&node.places.registry, "compute-domain.nvidia.com-reg.sock");
+    let other = Node::plugin(&node.folders.registry, "compute-domain.nvidia.com-reg.sock");
     assert_eq!(node.withheld().await, [""; 0]);
     drop(other);
 
@@ -249,7 +249,7 @@ async fn what_changes_is_noticed_within_seconds_and_heals() {
         began.elapsed()
     };
     until(0).await;
-    let plugin = Node::plugin(&node.places.device_plugins, "nvidia-gpu.sock");
+    let plugin = Node::plugin(&node.folders.device_plugins, "nvidia-gpu.sock");
     let noticed = until(2).await;
     drop(plugin);
     let healed = until(0).await;

@@ -10,7 +10,7 @@ use tranche_api::gpu_node::Published;
 
 /// An event of the watch.
 #[derive(Debug)]
-pub enum Seen {
+pub enum OwnEvent {
     /// What the controller published.
     Published(Box<Published>),
     /// The GpuNode is missing: it was deleted during the watch, or was missing when the watch
@@ -19,7 +19,7 @@ pub enum Seen {
 }
 
 /// Watches the GpuNode of `node`. Errors are logged and tried again.
-pub fn watch(client: Client, node: &str) -> impl Stream<Item = Seen> + use<> {
+pub fn watch(client: Client, node: &str) -> impl Stream<Item = OwnEvent> + use<> {
     let api = Api::<GpuNode>::all(client);
     let fields = format!("metadata.name={node}");
     watcher(api, watcher::Config::default().fields(&fields))
@@ -33,10 +33,10 @@ pub fn watch(client: Client, node: &str) -> impl Stream<Item = Seen> + use<> {
                 Ok(Event::InitApply(gpu_node) | Event::Apply(gpu_node)) => {
                     *listed = true;
                     let published = gpu_node.status.and_then(|status| status.published);
-                    published.map(|published| Seen::Published(Box::new(published)))
+                    published.map(|published| OwnEvent::Published(Box::new(published)))
                 }
-                Ok(Event::InitDone) => (!*listed).then_some(Seen::Missing),
-                Ok(Event::Delete(_)) => Some(Seen::Missing),
+                Ok(Event::InitDone) => (!*listed).then_some(OwnEvent::Missing),
+                Ok(Event::Delete(_)) => Some(OwnEvent::Missing),
                 Err(error) => {
                     warn!(%error, "cannot watch the node's GpuNode; trying again");
                     None

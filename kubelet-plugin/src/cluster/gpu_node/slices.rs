@@ -93,7 +93,7 @@ mod tests {
         slices.apply(Event::Delete(slice("b")));
         assert!(slices.lack(&b));
 
-        // While a new list comes in, the one before holds.
+        // Until a new list is complete, the previous one is used.
         slices.apply(Event::Init);
         assert!(!slices.lack(&a));
         slices.apply(Event::InitDone);

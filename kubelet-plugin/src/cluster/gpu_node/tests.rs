@@ -391,7 +391,7 @@ async fn what_the_policies_ask_is_read_from_the_own_gpu_node() {
     running.policy.changed().await.unwrap();
     assert_eq!(on_bypass(&running), OnBypass::Kill);
 
-    // An object that says nothing, as a new one does, takes nothing back; an empty list does.
+    // An object without `published`, such as a new one, changes no policy; an empty list of GPUs does.
     node["status"]["published"] = Value::Null;
     running.api().watch_delivers(GPU_NODES, event(&node));
     tokio::time::sleep(Duration::from_mins(1)).await;
@@ -448,7 +448,7 @@ fn plugin_offers(world: &World, gpu: usize) -> Verdict {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
+async fn what_the_node_withholds_is_written_until_it_is_released() {
     let running = Running::start();
     let uuids: Vec<_> = running
         .world
@@ -499,7 +499,7 @@ async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
         "quiet while nothing changes"
     );
 
-    // Memory of it that is nobody's is one reason more.
+    // Memory without an owner is one reason more.
     let unowned = WithheldGpu::whole(&uuids[0], "UnownedMemory", "in use by no process".into());
     running.unowned.send_replace(vec![unowned]);
     let third = |node: &Value| node["status"]["withheld"][2]["reason"] == "UnownedMemory";
@@ -519,7 +519,7 @@ async fn what_the_node_withholds_is_written_with_its_condition_and_heals() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nothing_is_written_before_other_providers_were_searched() {
+async fn nothing_is_written_before_competing_drivers_were_searched() {
     let running = Running::start();
     running.others.send_replace(None);
     running.driver_comes();

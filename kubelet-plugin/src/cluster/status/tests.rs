@@ -93,7 +93,7 @@ async fn it_is_tried_again_until_it_works() {
     assert_eq!(world.api.paths("PATCH").len(), 4);
 }
 
-/// As with a half-open connection.
+/// A half-open connection does the same.
 #[tokio::test(start_paused = true)]
 async fn a_silent_api_server_holds_nobody_up_for_long() {
     let (world, record, writer) = prepared().await;

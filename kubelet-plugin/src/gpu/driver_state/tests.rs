@@ -158,7 +158,7 @@ fn observer(world: &World) -> Observer {
     }
 }
 
-/// Nor is the GPU withheld because it is in MIG mode.
+/// The GPU is not withheld either, although it is in MIG mode.
 #[tokio::test]
 async fn a_claims_partition_does_not_change_what_the_node_describes() {
     let world = World::new();
@@ -169,7 +169,7 @@ async fn a_claims_partition_does_not_change_what_the_node_describes() {
     world.api.put(claim("a", &[partition("x", 0, "1g10gb-6")]));
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_eq!(observer.check().unwrap(), before);
-    // Of an administrator's it says so.
+    // It describes an administrator's partition.
     let made = Change::CreateInstance(Place {
         start: 4,
         profile: "2g.20gb".parse().unwrap(),
@@ -192,7 +192,7 @@ async fn a_gpu_at_vfio_stays_in_the_inventory() {
     for (name, gpu) in [("a", 1), ("b", 0)] {
         world.api.put(claim(name, &[passthrough("x", gpu)]));
         plugin.preparer.prepare(&claim_ref(name)).await.unwrap();
-        // Also to a process that has not seen it.
+        // A new process, which has not seen the GPU before, describes the same.
         assert_eq!(observer(&world).check().unwrap(), before, "{name}");
     }
     assert_eq!(world.driver().describe().unwrap().gpus, []);
@@ -418,7 +418,7 @@ async fn missing_device_nodes_are_an_error_with_a_reason() {
 
 /// The driver of a vGPU host has neither nvidia-uvm nor libcuda.
 #[tokio::test(start_paused = true)]
-async fn a_vgpu_hosts_driver_without_cuda_is_described_and_serves_nothing() {
+async fn a_vgpu_hosts_driver_is_described_and_offers_nothing() {
     let mut host = two_h100();
     for gpu in &mut host.gpus {
         gpu.vgpu_role = Some(VgpuRole::Host);
@@ -451,7 +451,7 @@ async fn a_vgpu_hosts_driver_without_cuda_is_described_and_serves_nothing() {
 
 /// It is in sysfs only.
 #[tokio::test]
-async fn a_gpu_of_which_a_vgpu_exists_is_withheld() {
+async fn a_gpu_with_a_vgpu_is_withheld() {
     let world = World::new();
     let sysfs = tempfile::tempdir().unwrap();
     let observer = Observer {

@@ -20,10 +20,10 @@ use crate::gpu::mps::MpsError;
 pub(super) const PERIOD: Duration = Duration::from_secs(5);
 
 /// What is wrong, by GPU and by what the daemon serves: the GPU, or one of its MIG devices.
-type Wrong = BTreeMap<(String, String), String>;
+type FailingDaemons = BTreeMap<(String, String), String>;
 
 impl Gpus {
-    /// Publishes the GPUs whose daemons do not answer, until it is stopped. One that was so only once is being started.
+    /// Publishes the GPUs whose daemons do not answer, until `stop`. A daemon that failed only one check is being started.
     pub async fn watch_daemons(
         self: Arc<Self>,
         withheld: watch::Sender<Vec<WithheldGpu>>,
@@ -31,14 +31,15 @@ impl Gpus {
     ) {
         let mut rounds = interval(PERIOD);
         rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut before = Wrong::new();
+        let mut before = FailingDaemons::new();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
                 _ = rounds.tick() => {}
             }
             let gpus = Arc::clone(&self);
-            let Ok(wrong) = tokio::task::spawn_blocking(move || gpus.wrong_daemons()).await else {
+            let Ok(wrong) = tokio::task::spawn_blocking(move || gpus.failing_daemons()).await
+            else {
                 return;
             };
             let lasting = wrong.iter().filter(|(key, _)| before.contains_key(*key));
@@ -48,10 +49,10 @@ impl Gpus {
         }
     }
 
-    /// What has concurrent shares and a daemon that does not answer.
-    fn wrong_daemons(&self) -> Wrong {
+    /// The GPUs and MIG devices with concurrent shares whose daemons do not answer.
+    fn failing_daemons(&self) -> FailingDaemons {
         let Ok(records) = self.records.readable() else {
-            return Wrong::new();
+            return FailingDaemons::new();
         };
         let mut served = Vec::new();
         for (gpu, record) in records {
@@ -60,7 +61,7 @@ impl Gpus {
             served.extend(record.mps.map(|_| (gpu.clone(), gpu)));
         }
         if served.is_empty() {
-            return Wrong::new();
+            return FailingDaemons::new();
         }
         let daemons = self.hardware.daemons.list();
         let wrong = served.into_iter().filter_map(|(gpu, served)| {

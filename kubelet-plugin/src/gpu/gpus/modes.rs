@@ -18,10 +18,10 @@ use super::{GpuError, Gpus, Reconciled, find};
 use crate::gpu::driver_state::DriverState;
 use crate::gpu::mps::MpsError;
 
-/// Most steps from any state to any other: a few per instance, and a GPU has at most 7 instances before and after.
+/// The most steps from any state to any other: a few per instance, and a GPU has at most 7 instances before and after.
 const MOST_STEPS: usize = 200;
-/// How long a change is tried again while the GPU or the instance is in use: a driver frees what an ended process had a moment
-/// after its end.
+/// How long a change is tried again while the GPU or the instance is in use: a driver frees what a process had a moment after the
+/// process has ended.
 const IN_USE_PATIENCE: Duration = Duration::from_secs(3);
 /// The pause between two such attempts.
 const IN_USE_PAUSE: Duration = Duration::from_millis(50);
@@ -47,7 +47,7 @@ impl Gpus {
             Err(_) => None,
         };
         if new_daemon {
-            // Before anything is changed: without a supervisor nobody could take it back for other tiers.
+            // This comes before any change: without a supervisor the change could not be undone for other tiers.
             let listed = self.hardware.daemons.list();
             listed.map_err(|error| of_daemon(gpu_uuid, error))?;
         }
@@ -75,9 +75,9 @@ struct Reconciliation<'a> {
     opened: Opened,
     /// The GPU's MPS daemon, after the steps so far.
     daemon: Daemon,
-    /// Those of its partitions, by the UUIDs of their MIG devices.
+    /// The MPS daemons of its partitions, by the UUIDs of their MIG devices.
     partition_daemons: BTreeMap<String, Daemon>,
-    /// Why the last of them that did not end did not.
+    /// Why the last of them could not be ended.
     stuck: Option<MpsError>,
 }
 
@@ -86,12 +86,12 @@ impl Reconciliation<'_> {
         let has_mps = self.wanted.mps != WantedDaemon::None
             || !self.wanted.partition_daemons.is_empty()
             || record.mps.is_some();
-        // The GPU as it was seen, as long as nothing was changed on it since: NVML takes a hundred calls to tell.
+        // The GPU's state, until it is changed: reading it takes a hundred calls of NVML.
         let mut seen = None;
         for _ in 0..MOST_STEPS {
             let of_gpu = match seen.take() {
                 Some(seen) => seen,
-                None => see(&*self.opened.nvml, self.gpu_uuid, has_mps)?,
+                None => read_state(&*self.opened.nvml, self.gpu_uuid, has_mps)?,
             };
             let actual = Actual {
                 daemon: self.daemon,
@@ -113,7 +113,7 @@ impl Reconciliation<'_> {
                 Next::EndDaemon(served) => self.end_daemon(served)?,
                 Next::Done(partitions) => {
                     return match self.stuck.take() {
-                        // Who needs other partitions of the GPU does not wait for this one.
+                        // A claim that needs other partitions of the GPU does not wait for this one.
                         Some(error) if self.wanted.make.is_empty() => Err(self.of_daemon(error)),
                         _ => self.devices(partitions),
                     };
@@ -203,8 +203,8 @@ impl Reconciliation<'_> {
                 minor,
                 partition.instance,
                 partition.compute,
-            );
-            let nodes = nodes.map_err(failed)?;
+            )
+            .map_err(failed)?;
             nodes
                 .iter()
                 .try_for_each(|node| node.make(root))
@@ -248,17 +248,23 @@ fn geometry(gpus: &Gpus, gpu_uuid: &str) -> Result<Geometry, GpuError> {
         return Err(GpuError::Missing { gpu: name() });
     };
     let gpu = find(&ready.inventory, gpu_uuid).ok_or_else(|| GpuError::Missing { gpu: name() })?;
-    let described = ready.inventory.mig_geometry(gpu);
-    let described = described.ok_or_else(|| GpuError::NotDivided { gpu: name() })?;
+    let described = ready
+        .inventory
+        .mig_geometry(gpu)
+        .ok_or_else(|| GpuError::NotDivided { gpu: name() })?;
     Geometry::read(described).map_err(|error| GpuError::Geometry { gpu: name(), error })
 }
 
-/// How a GPU is to be for a claim that needs this of it, beside what is held of it.
+/// The wanted state of a GPU: what a claim needs of it, beside what claims hold of it.
 fn wanted(needs: HeldOfGpu, held: HeldOfGpu) -> Wanted {
-    let held_daemons = held.partition_daemons.into_iter();
-    let held_daemons = held_daemons.map(|place| (place, WantedDaemon::Held));
-    let needed_daemons = needs.partition_daemons.into_iter();
-    let needed_daemons = needed_daemons.map(|place| (place, WantedDaemon::Ready));
+    let held_daemons = held
+        .partition_daemons
+        .into_iter()
+        .map(|place| (place, WantedDaemon::Held));
+    let needed_daemons = needs
+        .partition_daemons
+        .into_iter()
+        .map(|place| (place, WantedDaemon::Ready));
     Wanted {
         held: held.partitions,
         make: needs.partitions,
@@ -274,24 +280,26 @@ fn wanted(needs: HeldOfGpu, held: HeldOfGpu) -> Wanted {
 
 /// The partition that is the MIG device with this UUID.
 fn partition(actual: &Actual, mig_uuid: &str) -> BTreeMap<Place, Partition> {
-    let instances = actual.instances.iter();
-    let devices = instances.flat_map(|it| it.compute.iter().map(move |compute| (it, compute)));
-    let devices = devices.filter(|(_, compute)| compute.uuid == mig_uuid);
-    let device = devices.map(|(instance, compute)| {
-        let partition = Partition {
-            instance: instance.id,
-            compute: compute.id,
-            uuid: compute.uuid.clone(),
-        };
-        (instance.place, partition)
-    });
-    device.collect()
+    actual
+        .instances
+        .iter()
+        .flat_map(|it| it.compute.iter().map(move |compute| (it, compute)))
+        .filter(|(_, compute)| compute.uuid == mig_uuid)
+        .map(|(instance, compute)| {
+            let partition = Partition {
+                instance: instance.id,
+                compute: compute.id,
+                uuid: compute.uuid.clone(),
+            };
+            (instance.place, partition)
+        })
+        .collect()
 }
 
 /// A GPU as NVML sees it now.
-fn see(nvml: &dyn Nvml, gpu_uuid: &str, has_mps: bool) -> Result<Actual, NvmlError> {
+fn read_state(nvml: &dyn Nvml, gpu_uuid: &str, has_mps: bool) -> Result<Actual, NvmlError> {
     Ok(Actual {
-        // Not every GPU that can be partitioned has to have compute modes.
+        // A GPU that can be partitioned may have no compute modes.
         compute_mode: if has_mps {
             nvml.compute_mode(gpu_uuid)?
         } else {

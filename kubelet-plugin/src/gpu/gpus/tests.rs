@@ -105,7 +105,7 @@ async fn refusal(plugin: &Plugin, name: &str) -> String {
     error.map(|_| ()).unwrap_err().to_string()
 }
 
-/// Lets a process bring its GPUs to rest, as it does when the driver is ready.
+/// Lets a process settle its GPUs, as it does when the driver is ready.
 async fn settle(plugin: &Plugin) {
     let stop = CancellationToken::new();
     let settled = Arc::clone(&plugin.gpus).settle(stop.clone());
@@ -119,23 +119,25 @@ async fn a_claims_partitions_are_made_and_removed() {
     world.api.put(two_partitions());
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_eq!(actual(&world, GPU).instances.len(), 2);
-    // On disk, too.
+    // The plan on disk is the same.
     let after_a_restart = world.start().preparer.ledger().held();
     assert_eq!(after_a_restart[0].plan, record.plan);
     for device in &record.plan.devices {
         let partition = device.partition.as_ref().unwrap();
         let mig = partition.mig.as_ref().unwrap();
         let instances = actual(&world, &device.gpu_uuid).instances;
-        let mut instances = instances.iter();
-        let instance = instances.find(|it| it.id == mig.gpu_instance).unwrap();
+        let instance = instances
+            .iter()
+            .find(|it| it.id == mig.gpu_instance)
+            .unwrap();
         assert_eq!(
             (instance.place, &instance.compute[0].uuid),
             (partition.place, &mig.uuid)
         );
         let share = world.layout.share("uid-of-a", &device.key);
         let page = std::fs::read(share.cap).unwrap();
-        let page = CapPage::decode(&page).unwrap();
-        assert_eq!(page.gpu_uuid, mig.uuid, "programs see the MIG device");
+        let cap = CapPage::decode(&page).unwrap();
+        assert_eq!(cap.gpu_uuid, mig.uuid, "programs see the MIG device");
     }
     let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
     assert_eq!(
@@ -148,7 +150,7 @@ async fn a_claims_partitions_are_made_and_removed() {
 }
 
 #[tokio::test]
-async fn the_first_share_of_a_partition_makes_it_and_the_last_one_removes_it() {
+async fn the_first_share_makes_a_partition_and_the_last_removes_it() {
     let world = World::new();
     let plugin = world.start();
     for (name, cores) in [("a", 60), ("b", 40)] {
@@ -164,13 +166,13 @@ async fn the_first_share_of_a_partition_makes_it_and_the_last_one_removes_it() {
         let mig = device.partition.clone().unwrap().mig.unwrap();
         let share = world.layout.share(&format!("uid-of-{name}"), &device.key);
         let page = std::fs::read(share.cap).unwrap();
-        let page = CapPage::decode(&page).unwrap();
+        let cap = CapPage::decode(&page).unwrap();
         // Programs see the MIG device, and have a cap on it.
-        assert_eq!(page.gpu_uuid, mig.uuid);
-        assert_eq!(page.memory_limit, Some(15 << 30));
+        assert_eq!(cap.gpu_uuid, mig.uuid);
+        assert_eq!(cap.memory_limit, Some(15 << 30));
         assert!(share.account.exists());
-        let spec = world.layout.claim_spec(&format!("uid-of-{name}"));
-        let spec = std::fs::read_to_string(spec).unwrap();
+        let path = world.layout.claim_spec(&format!("uid-of-{name}"));
+        let spec = std::fs::read_to_string(path).unwrap();
         for minor in mig.capabilities {
             let node = format!("\"/dev/nvidia-caps/nvidia-cap{minor}\"");
             assert!(spec.contains(&node), "{spec}");
@@ -334,14 +336,17 @@ fn in_any_order(record: &[u8]) -> String {
     record.to_string()
 }
 
-/// Without what differs between two MIG devices of the same partition: the first digits of their UUIDs.
+/// The text without what differs between two MIG devices of the same partition: the first digits of their UUIDs.
 fn anonymous(text: &str) -> String {
-    let parts = text.split("MIG-").enumerate();
-    let parts = parts.map(|(n, part)| if n == 0 { part } else { &part[8..] });
-    parts.collect::<Vec<_>>().join("MIG-")
+    let parts: Vec<_> = text
+        .split("MIG-")
+        .enumerate()
+        .map(|(n, part)| if n == 0 { part } else { &part[8..] })
+        .collect();
+    parts.join("MIG-")
 }
 
-/// What a prepared claim has on the node: its files, its places on the GPUs, and the GPUs' daemons and compute modes.
+/// What a prepared claim has on the node: its files, its placements on the GPUs, and the GPUs' daemons and compute modes.
 #[derive(Debug, PartialEq)]
 struct Prepared {
     files: Vec<(String, String)>,
@@ -499,7 +504,7 @@ async fn one_failing_step_leaves_nothing_half_made() {
     }
 }
 
-/// After the GPU instance and before the compute instance, for one.
+/// For example, a call fails after the GPU instance was made and before the compute instance.
 #[tokio::test]
 async fn a_failing_call_of_the_driver_is_undone_and_named() {
     let any = place("1g.10gb", 6);
@@ -537,8 +542,8 @@ async fn an_instance_in_use_stays_held_until_it_is_free() {
     world.api.put(claim("b", &[partition("x", 0, "1g10gb-6")]));
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     world.mig.use_instance(GPU, 1, true);
-    let error = plugin.preparer.unprepare(&claim_ref("a")).await;
-    let error = error.unwrap_err().to_string();
+    let refused = plugin.preparer.unprepare(&claim_ref("a")).await;
+    let error = refused.unwrap_err().to_string();
     assert!(error.contains("in use"), "{error}");
     let held = plugin.preparer.ledger().held();
     assert_eq!(held.len(), 1, "its slices stay counted");

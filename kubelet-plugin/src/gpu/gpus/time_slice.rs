@@ -8,12 +8,12 @@ use tranche_driver::gpu_state::{NextTimeSlice, Record, next_time_slice};
 
 use super::{GpuError, Gpus};
 
-/// Most steps from any length to any other: back to the former one, the record, and to the new one.
+/// The most steps from any length to any other: back to the former one, the record, and to the new one.
 const MOST_STEPS: usize = 10;
 
 impl Gpus {
     /// Sets the time slices of a GPU, whose lock the caller holds, to the length that claims want. The driver is asked
-    /// only where a claim wants one, or one was set.
+    /// only if a claim wants a length, or if Tranche has set one.
     pub(super) fn reconcile_time_slice(
         &self,
         gpu_uuid: &str,

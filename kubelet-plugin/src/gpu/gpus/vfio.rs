@@ -1,4 +1,4 @@
-//! A GPU's way to VFIO and back.
+//! Binds a GPU to VFIO, and gives it back to its driver.
 
 use std::time::{Duration, Instant};
 
@@ -13,9 +13,9 @@ use tranche_node::vfio::{ReconcileError, reconcile};
 use super::{GpuError, Gpus, find};
 use crate::gpu::driver_state::DriverState;
 
-/// How long a GPU is tried again while a process has it open: those of this plugin that keep NVML open close it within 2 s.
+/// How long a GPU is tried again while a process has it open: the parts of this plugin that keep NVML open close it within 2 s.
 pub const OPEN_PATIENCE: Duration = Duration::from_secs(5);
-/// How long a GPU that came back waits for those of this plugin that keep NVML open.
+/// How long a GPU that came back waits for those parts of this plugin that keep NVML open.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
 /// The pause between two such attempts.
 const OPEN_PAUSE: Duration = Duration::from_millis(200);
@@ -37,7 +37,7 @@ impl Gpus {
         Ok(())
     }
 
-    /// Binds a GPU, whose lock the caller holds, to VFIO with its whole IOMMU group, or goes on where an earlier call ended.
+    /// Binds a GPU, whose lock the caller holds, to VFIO with its whole IOMMU group, or continues where an earlier call ended.
     pub(super) fn enter_vfio(
         &self,
         gpu_uuid: &str,
@@ -48,8 +48,10 @@ impl Gpus {
             None => self.described(gpu_uuid)?,
         };
         let actual = self.reconcile_vfio(gpu_uuid, true, &described, record)?;
-        let bound = actual.functions.iter();
-        let bound = bound.filter(|it| it.driver.as_deref() == Some(VFIO_DRIVER));
+        let bound = actual
+            .functions
+            .iter()
+            .filter(|it| it.driver.as_deref() == Some(VFIO_DRIVER));
         Ok(VfioGroup {
             functions: bound.map(|it| it.address.to_string()).collect(),
             nodes: self
@@ -76,10 +78,14 @@ impl Gpus {
         record: &mut Record,
     ) -> Result<vfio::Actual, GpuError> {
         info!(gpu = gpu_uuid, wanted, "changing the GPU's kernel driver");
-        let address = &described.gpu.pci_bus_id;
-        let address: PciAddress = address.parse().map_err(|_| GpuError::Missing {
-            gpu: gpu_uuid.to_owned(),
-        })?;
+        let address: PciAddress =
+            described
+                .gpu
+                .pci_bus_id
+                .parse()
+                .map_err(|_| GpuError::Missing {
+                    gpu: gpu_uuid.to_owned(),
+                })?;
         let shut = self.hardware.gate.shut();
         let deadline = Instant::now() + self.hardware.open_patience;
         loop {
@@ -97,7 +103,7 @@ impl Gpus {
                     std::thread::sleep(OPEN_PAUSE);
                 }
                 result => {
-                    // Or an NVML of before would be without this GPU, and so would all that are opened beside it.
+                    // An NVML from before would not see this GPU, nor would any other that is opened beside it.
                     if result.is_ok() && !wanted && !shut.wait_for_closed(CLOSE_PATIENCE) {
                         warn!(
                             gpu = gpu_uuid,
@@ -134,10 +140,12 @@ impl Gpus {
         };
         let known = find(&ready.inventory, gpu_uuid).ok_or_else(missing)?;
         let geometry = ready.inventory.mig_geometry(known);
-        // The inventory may be of before a change of the order of GPUs.
-        let now = self.hardware.nvml.open()?.nvml.describe()?.gpus;
-        let now = now.iter().find(|it| it.uuid == gpu_uuid);
-        let now = now.ok_or_else(missing)?;
+        // The inventory may be older than a change of the order of GPUs.
+        let present = self.hardware.nvml.open()?.nvml.describe()?.gpus;
+        let now = present
+            .iter()
+            .find(|it| it.uuid == gpu_uuid)
+            .ok_or_else(missing)?;
         Ok(AtVfio {
             drivers: vfio::Record::default(),
             gpu: Gpu {

@@ -91,7 +91,7 @@ fn sensors() -> Sensors {
     }
 }
 
-/// A GPU of 80 GiB of which so much is in use, by nobody.
+/// A GPU of 80 GiB with `used` bytes in use, by nobody.
 fn gpu(index: u32, used: u64) -> GpuUsage {
     let free = 80 * GIB - RESERVED - used;
     GpuUsage {
@@ -203,7 +203,7 @@ fn values(text: &str, name: &str, labels: &[&str]) -> Vec<f64> {
 fn sum(text: &str, name: &str, labels: &[&str]) -> f64 {
     let values = values(text, name, labels);
     assert!(!values.is_empty(), "{name} {labels:?}: {text}");
-    // To a millionth.
+    // The sum is exact to a millionth.
     (values.iter().sum::<f64>() * 1e6).round() / 1e6
 }
 
@@ -213,7 +213,7 @@ fn sum(text: &str, name: &str, labels: &[&str]) -> f64 {
     clippy::cast_precision_loss,
     reason = "short decimal numbers"
 )]
-async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_whoever_holds_it() {
+async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_its_holder() {
     let usage = everything();
     let text = encoded(&usage);
     for gpu in &usage.gpus {
@@ -260,7 +260,7 @@ async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_whoever_holds_it() {
     ] {
         assert_eq!(sum(&text, name, &labels), wanted, "{name} {labels:?}");
     }
-    // What is not divided is there once.
+    // A value that is not divided has one series.
     for name in ["SM_CLOCK", "GPU_TEMP", "POWER_USAGE"] {
         let name = format!("DCGM_FI_DEV_{name}");
         assert_eq!(values(&text, &name, &[]).len(), 3, "{name}");
@@ -281,7 +281,7 @@ async fn the_series_of_dcgm_add_up_to_the_gpu_and_name_whoever_holds_it() {
     );
 }
 
-/// In the units of DCGM.
+/// The values are in the units of DCGM.
 #[tokio::test]
 async fn nvlinks_have_series_where_the_board_has_some() {
     let mut usage = everything();

@@ -45,7 +45,7 @@ fn reserved(mut object: serde_json::Value, pods: &[&str]) -> serde_json::Value {
 }
 
 #[tokio::test]
-async fn a_claim_has_a_line_for_the_beginning_and_the_end_of_each_device() {
+async fn each_device_of_a_claim_has_a_line_for_its_start_and_its_end() {
     let world = World::new();
     let plugin = world.start();
     let object = claim("a", &[capped("x", 0, "20Gi", 25), whole("y", 1)]);
@@ -131,13 +131,13 @@ async fn an_orphan_is_called_so_and_pods_that_join_are_named() {
     };
     timeout(SPREAD * 2, ended).await.unwrap();
     assert_eq!(events(&world, "a")[2], "x Orphan");
-    let pods = &world.trail()[2].grant.pods;
-    let pods: Vec<_> = pods.iter().map(|pod| &*pod.name).collect();
+    let end = &world.trail()[2];
+    let pods: Vec<_> = end.grant.pods.iter().map(|pod| &*pod.name).collect();
     assert_eq!(pods, ["p", "q"]);
 }
 
 #[tokio::test]
-async fn a_journal_that_was_removed_by_hand_ends_its_grant_at_the_next_start() {
+async fn a_journal_removed_by_hand_ends_its_grant_at_the_next_start() {
     let world = World::new();
     world.api.put(claim("a", &[whole("x", 0)]));
     world.prepare("a").await;
@@ -147,7 +147,7 @@ async fn a_journal_that_was_removed_by_hand_ends_its_grant_at_the_next_start() {
     assert_eq!(events(&world, "a"), ["x allocated", "x Unrecorded"]);
 }
 
-/// As after an upgrade, and after the trail's folder was removed.
+/// This happens after an upgrade, and after the trail's folder was removed.
 #[tokio::test]
 async fn claims_that_a_trail_lacks_are_added_at_the_start() {
     let world = World::new();
@@ -251,7 +251,7 @@ async fn if_no_file_can_be_begun_the_current_one_grows() {
     world.api.put(claim("a", &[whole("x", 0)]));
     let plugin = world.start();
     written(&world);
-    // In the way of the new file.
+    // This is in the way of the new file.
     std::fs::create_dir(world.layout.audit().join("audit.jsonl.tmp")).unwrap();
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();

@@ -1,7 +1,7 @@
 //! The files of the audit trail: `audit/audit.jsonl`, and those before it as `audit.jsonl.1`, `.2` and so on.
 //!
-//! Every file begins with the grants that were open then, so that the current file alone, with the journals, says what is due
-//! ([`Trail`]). Room for the current file is reserved on the disk, so that lines can be written also on a full one.
+//! Every file begins with the grants that were open then, so that the current file and the journals are enough to know what is due
+//! ([`Trail`]). Room for the current file is reserved on the disk, so that lines can be written even when the disk is full.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use tracing::{debug, info, warn};
 use tranche_driver::audit::{Line, Trail};
 use tranche_driver::moment::Moment;
 
-use super::{Entry, Place, Queue};
+use super::{Entry, Queue, TrailSettings};
 use crate::host::fs::{self, Fs, FsError};
 use crate::metrics::Metrics;
 
@@ -24,7 +24,7 @@ const MODE: u32 = 0o640;
 #[derive(Debug)]
 pub(super) struct Writer {
     fs: Arc<dyn Fs>,
-    place: Place,
+    settings: TrailSettings,
     metrics: Arc<Metrics>,
     trail: Trail,
     /// Whether the files of earlier processes were read.
@@ -38,11 +38,11 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub(super) fn new(fs: Arc<dyn Fs>, place: Place, metrics: Arc<Metrics>) -> Self {
+    pub(super) fn new(fs: Arc<dyn Fs>, settings: TrailSettings, metrics: Arc<Metrics>) -> Self {
         Self {
-            trail: Trail::new(place.node.clone()),
+            trail: Trail::new(settings.node.clone()),
             fs,
-            place,
+            settings,
             metrics,
             is_open: false,
             length: None,
@@ -67,7 +67,7 @@ impl Writer {
                     if !std::mem::replace(&mut self.is_reported, true) {
                         warn!(%error, "the audit trail cannot be written; its lines wait, up to 1,000 claims: make room on the disk, or remove what is in its files' place");
                     }
-                    if !queue.failed(self.place.retry) {
+                    if !queue.failed(self.settings.retry) {
                         break;
                     }
                 }
@@ -91,10 +91,10 @@ impl Writer {
             self.fs.sync(&self.current())?;
             self.needs_sync = false;
         }
-        // At last, so that another attempt after a failure adds no line.
+        // This comes last, so that another attempt after a failure adds no line.
         match entry {
             Entry::Released { record, .. } => self.trail.forget(record),
-            // Forgets the grants that ended by this start: no journal brings them back.
+            // Forgets the grants that this start ended: they have no journal.
             Entry::Started { .. } => drop(self.due(entry, at)),
             Entry::Held { .. } | Entry::Joined { .. } => {}
         }
@@ -122,7 +122,7 @@ impl Writer {
 
     /// Reads the current file, and makes one if there is none.
     fn open(&mut self) -> Result<(), FsError> {
-        let (fs, folder) = (Arc::clone(&self.fs), self.place.folder.clone());
+        let (fs, folder) = (Arc::clone(&self.fs), self.settings.folder.clone());
         fs.create_dir(&folder)?;
         fs::remove_temporaries(&*fs, &folder, NAME)?;
         let current = fs.read(&folder.join(NAME))?;
@@ -132,7 +132,7 @@ impl Writer {
             Some(content) => Some(content),
             None => fs.read(&folder.join(earlier(1)))?,
         };
-        self.trail = Trail::new(self.place.node.clone());
+        self.trail = Trail::new(self.settings.node.clone());
         let length = replay(&mut self.trail, &content.unwrap_or_default());
         self.length = is_there.then_some(length);
         if !is_there {
@@ -142,9 +142,9 @@ impl Writer {
         Ok(())
     }
 
-    /// After a failure: the folder or the current file may have been moved away.
+    /// Finds the files after a failure: the folder or the current file may have been moved away.
     fn find_current(&mut self) -> Result<(), FsError> {
-        self.fs.create_dir(&self.place.folder)?;
+        self.fs.create_dir(&self.settings.folder)?;
         if self.fs.mode(&self.current())?.is_none() {
             self.length = None;
         }
@@ -156,7 +156,7 @@ impl Writer {
             return Ok(());
         }
         let content = due.iter().flat_map(Line::encode).collect::<Vec<_>>();
-        let is_full = |length| length + content.len() as u64 > self.place.limits.file_bytes;
+        let is_full = |length| length + content.len() as u64 > self.settings.limits.file_bytes;
         if self.length.is_none_or(is_full)
             && let Err(error) = self.renew()
         {
@@ -167,8 +167,8 @@ impl Writer {
         }
         let length = self.length.unwrap_or_default();
         if let Err(error) = self.fs.append(&self.current(), length, &content) {
-            // Some of the lines may be there, and nothing that they say holds. If this fails too, the next line replaces
-            // them, or the next start takes account of them.
+            // Some of the lines may be in the file although they do not hold. If they cannot be removed, the next line
+            // replaces them, or the next start considers them.
             let _ = self.fs.append(&self.current(), length, &[]);
             return Err(error);
         }
@@ -181,23 +181,23 @@ impl Writer {
 
     /// Begins a new file, and drops the oldest one if there are too many.
     fn renew(&mut self) -> Result<(), FsError> {
-        let (fs, folder, current) = (&*self.fs, &self.place.folder, self.current());
-        let now = self.place.clock.now().into();
+        let (fs, folder, current) = (&*self.fs, &self.settings.folder, self.current());
+        let now = self.settings.clock.now().into();
         let lines = self.trail.snapshot(now);
         let content = lines.iter().flat_map(Line::encode).collect::<Vec<_>>();
         let new = folder.join(format!("{NAME}.tmp"));
         fs.write(&new, &content, MODE)?;
-        if let Err(error) = fs.reserve(&new, self.place.limits.file_bytes) {
+        if let Err(error) = fs.reserve(&new, self.settings.limits.file_bytes) {
             debug!(%error, "on a full disk the trail may lack lines");
         }
         if !content.is_empty() {
             fs.sync(&new)?;
         }
         if let Some(length) = self.length {
-            // Without the part of a line that a killed or failed write left.
+            // This removes the part of a line that a killed or failed write left.
             fs.append(&current, length, &[])?;
             fs.sync(&current)?;
-            for nth in (1..self.place.limits.files - 1).rev() {
+            for nth in (1..self.settings.limits.files - 1).rev() {
                 let from = folder.join(earlier(nth));
                 if fs.mode(&from)?.is_some() {
                     fs.rename(&from, &folder.join(earlier(nth + 1)))?;
@@ -212,7 +212,7 @@ impl Writer {
     }
 
     fn current(&self) -> PathBuf {
-        self.place.folder.join(NAME)
+        self.settings.folder.join(NAME)
     }
 }
 

@@ -1,4 +1,4 @@
-//! What claims hold of the GPUs, by whom, and when it last did something.
+//! What claims hold of the GPUs, who uses it, and when it last did something.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,22 +15,22 @@ use crate::kubelet::pod_resources::Listing;
 use crate::ledger::Ledger;
 use crate::share::held_device::{limit, reference};
 
-/// Lists of the kubelet in a row in which a pod must be missing to be gone: it may have been created after the first.
+/// A pod is gone if this many lists of the kubelet in a row lack it: it may have been created after the first.
 const MISSING: u32 = 2;
 
 /// What the kubelet last listed.
 #[derive(Debug, Default)]
-pub struct Listed {
+pub struct LastListing {
     newest: Option<Arc<Listing>>,
     /// Pods of held claims that the last lists did not have, by namespace and name, and in how many.
     missing: BTreeMap<(String, String), u32>,
 }
 
-impl Listed {
-    /// Takes a list, or that the kubelet did not answer.
+impl LastListing {
+    /// Takes a list; `None` if the kubelet did not answer.
     pub fn add(&mut self, ledger: &Ledger, listing: Option<Arc<Listing>>) {
         let Some(listing) = listing else {
-            // What is not known any more is not gone.
+            // A pod that is no longer known is not gone.
             *self = Self::default();
             return;
         };
@@ -59,8 +59,7 @@ impl Listed {
             .map(|(uid, pod)| (pod.clone(), uid.clone()))
             .collect();
         let mut users = Vec::new();
-        let listed = self.newest.iter();
-        let listed = listed.flat_map(|it| it.in_use.users(device));
+        let listed = self.newest.iter().flat_map(|it| it.in_use.users(device));
         for container in listed.filter(|it| it.namespace == allocation.namespace) {
             let pod_uid = uids.get(&container.pod).cloned();
             if let Some(uid) = &pod_uid {
@@ -87,14 +86,14 @@ impl Listed {
     }
 }
 
-/// What claims hold, by GPU, with the `peaks` of devices by key. The seconds in which a device was idle are since the last launch that
-/// its account knows, as seen at `now`, where it has an account with one.
+/// What claims hold, by GPU, with the `peaks` of devices by key. The idle seconds of a device count from the last launch that its
+/// account knows, if there is one, to `now`.
 #[must_use]
 pub fn held_of(
     now: u64,
     ledger: &Ledger,
     layout: &Layout,
-    listed: &Listed,
+    listed: &LastListing,
     peaks: &BTreeMap<String, Peak>,
 ) -> BTreeMap<String, Vec<Held>> {
     let mut held: BTreeMap<String, Vec<Held>> = BTreeMap::new();
@@ -129,7 +128,7 @@ pub fn held_of(
 fn partition(device: &PreparedDevice) -> Option<String> {
     let partition = device.partition.as_ref()?;
     let mig = partition.mig.as_ref();
-    // Until it is known, it is no part of the GPU as a whole.
+    // A device whose MIG device is not known yet does not count for the GPU as a whole.
     Some(mig.map(|mig| mig.uuid.clone()).unwrap_or_default())
 }
 
@@ -142,7 +141,7 @@ struct Account {
 }
 
 fn account(record: &Record, device: &PreparedDevice, layout: &Layout) -> Option<Account> {
-    // Of an oversubscribed share that of the memory which cannot move.
+    // An oversubscribed share has a second account, of the memory that cannot move.
     let account = device.cap.accounts().last()?;
     if record.plan.pages != PAGES {
         return None;
@@ -163,7 +162,7 @@ fn seconds_between(earlier: u64, later: u64) -> u64 {
     later.saturating_sub(earlier) / 1_000_000_000
 }
 
-/// For so long a device counts as seen after it was looked at last, in nanoseconds: some looks in a row may fail.
+/// How long a device counts as seen after the last look, in nanoseconds: some looks in a row may fail.
 const SEEN: u64 = 10_000_000_000;
 
 /// When each held device last did something, by its key.
@@ -172,7 +171,7 @@ pub struct LastSeen {
     devices: BTreeMap<String, Looks>,
 }
 
-/// What a look tells of.
+/// The time that a look covers.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Covers {
     /// The second before it.
@@ -204,10 +203,10 @@ impl LastSeen {
         self.devices
             .retain(|key, _| devices.iter().any(|it| it.key == *key));
         for (uuid, busy) in busy {
-            let on_gpu = devices
+            let on_gpu: Vec<_> = devices
                 .iter()
-                .filter(|it| it.gpu_uuid == *uuid && it.partition.is_none());
-            let on_gpu: Vec<_> = on_gpu.collect();
+                .filter(|it| it.gpu_uuid == *uuid && it.partition.is_none())
+                .collect();
             let ran = busy.pids.as_ref().map(|pids| {
                 let owners = pids.iter().filter_map(|pid| owners.get(pid));
                 let keys = owners.filter_map(|owner| match owner {
@@ -219,7 +218,7 @@ impl LastSeen {
             for device in &on_gpu {
                 let is_busy = match &ran {
                     Some(keys) => keys.contains(&device.key),
-                    // Without the processes it is known of whoever is alone.
+                    // Without the processes this is known only for a device that is alone on the GPU.
                     None if on_gpu.len() == 1 => busy.is_busy,
                     None => continue,
                 };
@@ -228,7 +227,7 @@ impl LastSeen {
         }
     }
 
-    /// Takes what GPM says of the partitions of a GPU, each of which one claim has alone.
+    /// Takes what GPM says of those partitions of a GPU that one claim has alone.
     pub fn add_partitions(&mut self, now: u64, reading: &GpuReading, held: &[Held]) {
         for device in held {
             let Some(uuid) = &device.partition else {
@@ -255,7 +254,7 @@ impl LastSeen {
         }
     }
 
-    /// Seconds since a device last did something, if it is known and somebody looked just now.
+    /// Seconds since a device last did something, if that is known and the last look is recent.
     #[must_use]
     pub fn idle_seconds(&self, now: u64, key: &str) -> Option<u64> {
         let looks = self.devices.get(key)?;

@@ -5,13 +5,13 @@ use tranche_driver::usage::Owner;
 use tranche_node::nvml::ProcessMemory;
 
 use super::*;
-use crate::share::last_findings::Seen;
+use crate::share::last_findings::Ownership;
 use crate::testing::{KubeletList, NODE, Plugin, World, capped, claim, claim_ref, whole};
 
 const GIB: u64 = 1 << 30;
 
 fn usage_of(world: &World, plugin: &Plugin, kubelet: &KubeletList) -> Arc<Usage> {
-    let parts = Parts {
+    let parts = UsageParts {
         node: NODE.into(),
         ledger: Arc::clone(plugin.preparer.ledger()),
         layout: world.layout.clone(),
@@ -38,7 +38,7 @@ fn owner(key: &str) -> Owner {
 }
 
 #[tokio::test]
-async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
+async fn each_claim_has_its_processes_memory_under_the_kubelets_names() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
@@ -63,7 +63,7 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
         (8, Owner::Foreign),
         (9, owner(&second.key)),
     ];
-    plugin.last_findings.set_seen(Seen {
+    plugin.last_findings.set_ownership(Ownership {
         owners: owners.into(),
         peaks: [(&first, 9), (&second, 8)]
             .map(|(device, gib)| {
@@ -78,7 +78,7 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
                 )
             })
             .into(),
-        ..Seen::default()
+        ..Ownership::default()
     });
     let shared = read(&usage, &first.gpu_uuid);
     let share = &shared.shares[0];
@@ -121,7 +121,7 @@ async fn each_claim_has_what_its_processes_hold_under_the_kubelets_names() {
 }
 
 #[tokio::test]
-async fn without_a_claim_nvml_is_opened_for_a_moment_and_all_gpus_are_there() {
+async fn without_a_claim_nvml_is_open_briefly_and_reports_all_gpus() {
     let world = World::new();
     let plugin = world.start();
     let usage = usage_of(&world, &plugin, &KubeletList::default());
@@ -137,7 +137,7 @@ async fn without_a_claim_nvml_is_opened_for_a_moment_and_all_gpus_are_there() {
     assert!(!usage.lock().reader.is_open());
     // A second reader within a minute gets the same.
     assert!(Arc::ptr_eq(&first, &usage.get()));
-    // Where the driver is unloaded the GPUs have no values, and a reason.
+    // If the driver is unloaded, the GPUs have no values, but a reason.
     world.mig.unload(true);
     usage.lock().last = None;
     let without = usage.get();

@@ -21,14 +21,14 @@ pub struct Alive {
     pub unowned: Option<u64>,
     /// The bytes of each process, on whichever MIG device it is.
     pub bytes: BTreeMap<u32, u64>,
-    /// Whether NVML tells what the processes hold that are on no MIG device.
+    /// Whether NVML tells what processes on no MIG device hold.
     is_told: bool,
-    /// The MIG devices of which it tells that.
+    /// The MIG devices for which it tells what processes hold.
     told: BTreeSet<String>,
 }
 
 impl Alive {
-    /// From a sample of the GPU and those of the partitions that claims share, by the UUIDs of their MIG devices.
+    /// Takes a sample of the GPU and those of the partitions that claims share, by the UUIDs of their MIG devices.
     pub fn new(
         whole: &Sample,
         of_partitions: &BTreeMap<String, Sample>,
@@ -39,7 +39,7 @@ impl Alive {
         let mut bytes = BTreeMap::new();
         for process in all.flat_map(|sample| &sample.processes) {
             let known: &mut u64 = bytes.entry(process.id.pid).or_default();
-            // On the GPU as a whole a process of a MIG device has no bytes.
+            // In the sample of the whole GPU a process of a MIG device has no bytes.
             *known = process.bytes.max(*known);
         }
         Self {
@@ -51,10 +51,11 @@ impl Alive {
         }
     }
 
-    /// The devices on the GPU whose memory is told, with what each counts for.
+    /// The devices on the GPU whose memory NVML tells, with the weight of each.
     pub fn weights(&self, devices: &Devices, gpu_uuid: &str) -> BTreeMap<String, u64> {
-        let devices = devices.iter();
-        let devices = devices.map(|(key, (record, nth))| (key, &record.plan.devices[*nth]));
+        let held = devices
+            .iter()
+            .map(|(key, (record, nth))| (key, &record.plan.devices[*nth]));
         let is_told = |device: &PreparedDevice| match &device.partition {
             None => self.is_told,
             Some(partition) => {
@@ -62,8 +63,7 @@ impl Alive {
                 mig.is_some_and(|mig| self.told.contains(&mig.uuid))
             }
         };
-        devices
-            .filter(|(_, it)| it.gpu_uuid == gpu_uuid && !it.admin_access && is_told(it))
+        held.filter(|(_, it)| it.gpu_uuid == gpu_uuid && !it.admin_access && is_told(it))
             .map(|(key, device)| (key.clone(), limit(device).weight()))
             .collect()
     }

@@ -75,7 +75,7 @@ impl Nvml for Gpus {
     fn processes(&self, uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError> {
         let mut processes = self.0.lock().unwrap().0.clone();
         if self.1.load(Ordering::SeqCst) && !uuid.starts_with("MIG-") {
-            // Only its MIG devices tell.
+            // Only the MIG devices report the memory of processes.
             for process in &mut processes {
                 process.bytes = None;
             }
@@ -264,8 +264,10 @@ impl Node {
         let of_name = |line: &&str| {
             line.starts_with(&format!("{name}{{")) || line.starts_with(&format!("{name} "))
         };
-        let line = text.lines().find(of_name);
-        let line = line.unwrap_or_else(|| panic!("no {name}: {text}"));
+        let line = text
+            .lines()
+            .find(of_name)
+            .unwrap_or_else(|| panic!("no {name}: {text}"));
         line.rsplit(' ').next().unwrap().parse().unwrap()
     }
 
@@ -299,7 +301,7 @@ fn watchdog(
     metrics: &Arc<Metrics>,
 ) -> Watchdog {
     let fs = Arc::new(crate::host::fs::HostFs);
-    let parts = Parts {
+    let parts = WatchdogParts {
         ledger: Arc::clone(plugin.preparer.ledger()),
         layout: world.layout.clone(),
         policy,
@@ -313,7 +315,7 @@ fn watchdog(
 }
 
 #[tokio::test]
-async fn a_program_that_never_opened_the_account_is_named_on_its_pod_within_two_seconds() {
+async fn a_program_without_an_account_is_named_within_two_seconds() {
     // A static program, or one with its own libcuda: no slot, and nothing of ours mapped or mounted.
     let mut node = Node::new().await;
     node.slot(3, CONTEXT);
@@ -356,7 +358,7 @@ async fn a_bypass_on_a_shared_partition_is_seen_on_its_mig_device() {
     assert!(event.note.contains("gpu-00000000-capped-3g40gb-4"));
     assert_eq!(node.bypass_bytes(), 8 * GIB);
     assert!((node.metric("tranche_gpu_watched") - 1.0).abs() < 0.01);
-    // An honest one is not.
+    // An honest process is not named.
     let mut node = Node::with(capped_on("gpu", 0, "3g40gb-4", "20Gi", 25)).await;
     node.gpus.1.store(true, Ordering::SeqCst);
     node.slot(7, 8 * GIB + CONTEXT);
@@ -380,7 +382,7 @@ async fn the_most_memory_of_a_device_is_kept_as_long_as_it_is_held() {
         node.gpus.0.lock().unwrap().0.clear();
         node.in_pod(4_000_001, 2 * GIB);
         node.seconds(3);
-        let peaks = node.plugin.last_findings.seen().peaks.clone();
+        let peaks = node.plugin.last_findings.ownership().peaks.clone();
         let peak = Peak {
             bytes: 8 * GIB,
             watched_seconds: 4,
@@ -388,14 +390,14 @@ async fn the_most_memory_of_a_device_is_kept_as_long_as_it_is_held() {
         assert_eq!(peaks, [(node.key.clone(), peak)].into());
         node.release().await;
         node.seconds(1);
-        assert_eq!(node.plugin.last_findings.seen().peaks, BTreeMap::new());
+        assert_eq!(node.plugin.last_findings.ownership().peaks, BTreeMap::new());
     }
-    // NVML does not tell what the processes of this one hold.
+    // NVML does not tell what the processes of this device hold.
     let mut node = Node::with(partition("gpu", 0, "1g10gb-0")).await;
     node.gpus.1.store(true, Ordering::SeqCst);
     node.in_pod(4_000_001, 8 * GIB);
     node.seconds(2);
-    assert_eq!(node.plugin.last_findings.seen().peaks, BTreeMap::new());
+    assert_eq!(node.plugin.last_findings.ownership().peaks, BTreeMap::new());
 }
 
 #[tokio::test]
@@ -490,7 +492,7 @@ async fn what_cannot_be_watched_is_reported_and_is_not_zero() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() {
+async fn a_gpu_is_not_handed_on_while_nobody_owns_some_of_its_memory() {
     let mut node = Node::new().await;
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
     node.seconds(5);
@@ -521,18 +523,18 @@ async fn a_gpu_with_memory_that_nobody_owns_is_not_handed_on_until_it_is_free() 
 }
 
 #[tokio::test]
-async fn memory_that_a_dead_process_left_is_named_by_its_claim_and_pod_until_it_is_free() {
+async fn memory_of_a_dead_process_is_named_by_claim_until_it_is_free() {
     let mut node = Node::new().await;
     node.in_pod(4_000_001, 2 * GIB);
     assert_eq!(node.seconds(1), []);
-    let owner = node.plugin.last_findings.seen().owners[&4_000_001].clone();
+    let owner = node.plugin.last_findings.ownership().owners[&4_000_001].clone();
     let usage::Owner::Claims { keys, pod_uid, .. } = owner else {
         panic!("{owner:?}")
     };
     assert!(keys.contains(&node.key));
     assert_eq!(pod_uid.as_deref(), Some(POD));
     let zombies = |node: &Node| {
-        let seen = node.plugin.last_findings.seen();
+        let seen = node.plugin.last_findings.ownership();
         seen.zombies
             .get(&node.gpu_uuid)
             .cloned()
@@ -580,7 +582,7 @@ async fn in_mig_mode_no_memory_withholds_a_gpu() {
 }
 
 #[tokio::test]
-async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is_free() {
+async fn ownerless_memory_withholds_the_gpu_after_half_a_minute() {
     let mut node = Node::new().await;
     let mut unowned = node.watchdog.unowned();
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
@@ -599,7 +601,7 @@ async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is
         "{}",
         withheld[0].message
     );
-    // Another amount is no news.
+    // Another amount changes nothing.
     node.gpus.0.lock().unwrap().1 = 3 * GIB;
     node.seconds(10);
     assert!(!unowned.has_changed().unwrap());
@@ -608,9 +610,9 @@ async fn memory_that_nobody_owns_for_half_a_minute_withholds_the_gpu_until_it_is
     assert_eq!(*unowned.borrow_and_update(), []);
 }
 
-/// Managed memory is on the GPU and of no process; what cannot move is compared with its own account.
+/// NVML counts managed memory on the GPU for no process; what cannot move is compared with its own account.
 #[tokio::test]
-async fn managed_memory_of_an_oversubscribed_share_is_owned_and_the_rest_has_its_limit() {
+async fn managed_memory_is_owned_and_unmovable_memory_has_a_limit() {
     let mut node = Node::with(oversubscribed("gpu", 0, 200, "40Gi", 25)).await;
     node.in_pod(100, GIB);
     node.slot_of(Account::Memory, 7, 31 * GIB);
@@ -620,7 +622,7 @@ async fn managed_memory_of_an_oversubscribed_share_is_owned_and_the_rest_has_its
     assert_eq!(node.seconds(60).len(), 0);
     assert_eq!(*node.watchdog.unowned().borrow(), []);
     assert_eq!(node.bypass_bytes(), 0);
-    // More than the account has is nobody's.
+    // What exceeds the account has no owner.
     free(&node, 32 * GIB);
     node.seconds(60);
     assert_eq!(node.watchdog.unowned().borrow().len(), 1);
@@ -634,7 +636,7 @@ async fn managed_memory_of_an_oversubscribed_share_is_owned_and_the_rest_has_its
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_that_is_withheld_stays_withheld_when_the_plugin_restarts() {
+async fn a_withheld_gpu_stays_withheld_when_the_plugin_restarts() {
     let mut node = Node::new().await;
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
     node.seconds(5);
@@ -658,7 +660,7 @@ async fn a_gpu_that_is_withheld_stays_withheld_when_the_plugin_restarts() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_whose_last_claim_was_just_released_is_watched_after_a_restart() {
+async fn a_gpu_without_claims_stays_watched_after_a_restart() {
     let mut node = Node::new().await;
     node.seconds(1);
     // Its processes have left memory, and the plugin ends before that is confirmed.
@@ -671,7 +673,7 @@ async fn a_gpu_whose_last_claim_was_just_released_is_watched_after_a_restart() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn nvml_is_closed_most_of_the_time_where_only_memory_without_an_owner_is_left() {
+async fn nvml_is_mostly_closed_if_only_ownerless_memory_is_left() {
     let mut node = Node::new().await;
     node.gpus.0.lock().unwrap().1 = 2 * GIB;
     node.seconds(5);
@@ -691,7 +693,7 @@ async fn nvml_is_closed_most_of_the_time_where_only_memory_without_an_owner_is_l
 }
 
 #[tokio::test(start_paused = true)]
-async fn if_the_list_of_watched_gpus_is_broken_every_gpu_is_withheld_until_it_is_seen_free() {
+async fn a_broken_list_of_watched_gpus_withholds_all_until_seen_free() {
     let mut node = Node::new().await;
     node.release().await;
     fs::write(node.world.layout.watched(), b"{").unwrap();
@@ -706,7 +708,7 @@ async fn if_the_list_of_watched_gpus_is_broken_every_gpu_is_withheld_until_it_is
 #[tokio::test]
 async fn the_size_of_a_context_is_measured_and_used() {
     let mut node = Node::new().await;
-    // Only its context, which is larger than assumed for the share.
+    // The process holds only its context, which is larger than assumed for the share.
     node.slot(7, CONTEXT);
     node.in_pod(4_000_001, 700 << 20);
     node.seconds(2);

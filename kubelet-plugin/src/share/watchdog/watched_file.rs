@@ -11,7 +11,7 @@ use crate::host::fs::{self, Fs};
 use crate::host::layout::Layout;
 
 /// The watched GPUs by UUID, and whether each is withheld.
-pub type Watched = BTreeMap<String, bool>;
+pub type WatchedGpus = BTreeMap<String, bool>;
 
 /// The file with the list.
 #[derive(Debug)]
@@ -19,28 +19,28 @@ pub struct WatchedFile {
     fs: Arc<dyn Fs>,
     path: PathBuf,
     /// What the file has; `None` if that is not known.
-    saved: Option<Watched>,
+    saved: Option<WatchedGpus>,
     failed: bool,
 }
 
 impl WatchedFile {
-    /// Reads the list of the last process. `None`: there is one that cannot be read.
+    /// Reads the list of the last process; `None` if it cannot be read.
     #[must_use]
-    pub fn load(fs: Arc<dyn Fs>, layout: &Layout) -> (Self, Option<Watched>) {
+    pub fn load(fs: Arc<dyn Fs>, layout: &Layout) -> (Self, Option<WatchedGpus>) {
         let path = layout.watched();
-        let watched = match fs.read(&path) {
-            Ok(None) => Ok(Watched::new()),
+        let read = match fs.read(&path) {
+            Ok(None) => Ok(WatchedGpus::new()),
             Ok(Some(bytes)) => serde_json::from_slice(&bytes).map_err(|error| error.to_string()),
             Err(error) => Err(error.to_string()),
         };
-        let watched = watched.inspect_err(|error| {
+        let known = read.inspect_err(|error| {
             error!(
                 path = %path.display(),
                 error,
                 "the list of watched GPUs cannot be read; all GPUs of the node are withheld until their memory was seen to be free"
             );
         });
-        let watched = watched.ok();
+        let watched = known.ok();
         let file = Self {
             fs,
             path,
@@ -51,7 +51,7 @@ impl WatchedFile {
     }
 
     /// Writes the list if it has changed. After an error the next call writes it.
-    pub fn save(&mut self, watched: &Watched) {
+    pub fn save(&mut self, watched: &WatchedGpus) {
         if self.saved.as_ref() == Some(watched) {
             return;
         }

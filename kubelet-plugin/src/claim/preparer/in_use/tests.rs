@@ -53,7 +53,7 @@ async fn a_claim_is_released_when_its_processes_have_ended() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_whose_processes_do_not_end_stays_held_and_is_released_later() {
+async fn a_claim_stays_held_until_its_processes_have_ended() {
     let (world, plugin, record) = prepared(whole("gpu", 0)).await;
     world.run_in_container(&record, 4711);
     world.api.put(claim("next", &[whole("gpu", 0)]));
@@ -80,7 +80,7 @@ async fn a_claim_whose_processes_do_not_end_stays_held_and_is_released_later() {
     plugin.preparer.prepare(&claim_ref("next")).await.unwrap();
 }
 
-/// What ended, others' processes and the host's are no reason to wait.
+/// Ended processes, and processes of others and of the host, do not delay the release.
 #[tokio::test(start_paused = true)]
 async fn a_claim_whose_processes_have_ended_is_released_at_once() {
     let (world, plugin, _) = prepared(capped("gpu", 0, "1Gi", 10)).await;

@@ -61,15 +61,17 @@ where
 {
     let uuid = format!("GPU-{SLOW:08}-0000-0000-0000-{SLOW:012}");
     world.mig.hold_back(&uuid, true);
-    let calls = gpus.iter().enumerate();
-    let calls = calls.map(|(n, gpu)| (*gpu, tokio::spawn(call(format!("c{n}")))));
+    let calls = gpus
+        .iter()
+        .enumerate()
+        .map(|(n, gpu)| (*gpu, tokio::spawn(call(format!("c{n}")))));
     let (slow, others): (Vec<_>, Vec<_>) = calls.partition(|(gpu, _)| *gpu == SLOW);
-    let others = futures::future::join_all(others.into_iter().map(|(_, call)| call));
-    let others = tokio::time::timeout(Duration::from_secs(30), others).await;
+    let joined = futures::future::join_all(others.into_iter().map(|(_, call)| call));
+    let results = tokio::time::timeout(Duration::from_secs(30), joined).await;
     let is_waiting = slow.iter().all(|(_, call)| !call.is_finished());
-    // Before anything fails: the end of the test waits for its threads.
+    // This comes before anything can fail: the end of the test waits for its threads.
     world.mig.hold_back(&uuid, false);
-    for result in others.expect("the other GPUs waited for the slow one") {
+    for result in results.expect("the other GPUs waited for the slow one") {
         result.unwrap().unwrap();
     }
     assert!(is_waiting);
@@ -98,8 +100,8 @@ async fn thirty_two_claims_in_all_tiers_wait_for_no_other_gpu() {
     .await;
     let held = plugin.preparer.ledger().held();
     assert_eq!(held.len(), 32);
-    let instances = world.ready.inventory.gpus.iter();
-    let instances: Vec<_> = instances
+    let gpus_of_node = world.ready.inventory.gpus.iter();
+    let instances: Vec<_> = gpus_of_node
         .map(|gpu| actual(&world, &gpu.uuid).instances.len())
         .collect();
     assert_eq!(instances, [0, 0, 0, 0, 7, 4, 1, 0]);

@@ -33,14 +33,14 @@ async fn a_driver_that_does_not_start_is_named_and_a_retry_succeeds() {
 }
 
 #[tokio::test]
-async fn mig_mode_that_needs_a_reset_is_named_and_a_retry_after_it_succeeds() {
+async fn mig_mode_that_needs_a_reset_is_named_and_a_retry_succeeds() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(one_partition());
     world.mig.demand_reset(GPU);
     is_refused_for(&world, &plugin, "reset of the GPU").await;
     assert_eq!(actual(&world, GPU).mig_mode, MigMode::default());
-    // As `nvidia-smi -mig 1` leaves it.
+    // `nvidia-smi -mig 1` leaves the GPU in this state.
     world.mig.set_pending(GPU, true);
     is_refused_for(&world, &plugin, "reset of the GPU").await;
     world.mig.reset(GPU);
@@ -102,7 +102,7 @@ async fn a_slow_gpu_delays_no_other() {
         results.push(result.map(|_| ()));
     }
     let is_waiting = !slow.is_finished();
-    // Before anything fails: the end of the test waits for its threads.
+    // This comes before anything can fail: the end of the test waits for its threads.
     world.mig.hold_back(GPU, false);
     for result in results {
         result.unwrap();

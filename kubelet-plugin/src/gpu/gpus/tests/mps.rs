@@ -62,7 +62,7 @@ async fn claims_share_a_gpus_daemon_until_the_last_is_released() {
 }
 
 #[tokio::test]
-async fn containers_get_the_daemons_files_and_a_page_with_their_limits() {
+async fn containers_get_the_daemons_files_and_a_page_of_limits() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(two_concurrent_shares());
@@ -78,8 +78,8 @@ async fn containers_get_the_daemons_files_and_a_page_with_their_limits() {
     for (device, threads) in record.plan.devices.iter().zip([25, 30]) {
         let share = world.layout.share("uid-of-a", &device.key);
         let page = std::fs::read(share.cap).unwrap();
-        let page = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
-        assert_eq!((page.mps_threads, page.cores), (Some(threads), None));
+        let cap = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
+        assert_eq!((cap.mps_threads, cap.cores), (Some(threads), None));
         assert!(share.account.exists());
     }
 }
@@ -131,7 +131,7 @@ async fn a_daemon_that_does_not_start_leaves_the_gpu_as_it_was() {
     nothing_is_left(&world, "refused");
 }
 
-/// Else the pod could not end.
+/// Otherwise the pod could not end.
 #[tokio::test(start_paused = true)]
 async fn a_release_without_the_supervisor_is_finished_when_it_is_back() {
     let world = World::new();
@@ -175,7 +175,7 @@ async fn a_claim_is_released_while_the_daemon_of_others_is_dead() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_daemon_that_is_dead_withholds_the_tier_of_its_gpu_until_it_is_back() {
+async fn a_dead_daemon_withholds_the_tier_until_it_is_back() {
     let world = World::new();
     let plugin = world.start();
     let (sender, mut withheld) = watch::channel(Vec::new());
@@ -229,7 +229,7 @@ fn mig_uuid(world: &World) -> String {
 }
 
 #[tokio::test]
-async fn claims_share_a_partitions_daemon_and_the_gpus_compute_mode_stays() {
+async fn claims_share_a_partitions_daemon_and_compute_mode_stays() {
     let world = World::new();
     let plugin = world.start();
     for (name, threads) in [("a", 60), ("b", 40)] {
@@ -249,8 +249,8 @@ async fn claims_share_a_partitions_daemon_and_the_gpus_compute_mode_stays() {
         }
         let share = world.layout.share(&uid, &format!("{uid}-x-0"));
         let page = std::fs::read(share.cap).unwrap();
-        let page = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
-        assert_eq!((page.gpu_uuid, page.mps_threads), (&*mig, Some(threads)));
+        let cap = tranche_shim_core::cap::CapPage::decode(&page).unwrap();
+        assert_eq!((cap.gpu_uuid, cap.mps_threads), (&*mig, Some(threads)));
     }
     // Another partition of the GPU has nothing to do with it.
     world.api.put(claim("c", &[partition("x", 0, "1g10gb-0")]));
@@ -268,7 +268,7 @@ async fn claims_share_a_partitions_daemon_and_the_gpus_compute_mode_stays() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_missing_supervisor_keeps_partitions_from_being_made_for_its_shares_only() {
+async fn without_a_supervisor_only_its_shares_get_no_partition() {
     let world = World::new();
     let plugin = world.start();
     world.mps.goes_away(true);
@@ -284,7 +284,7 @@ async fn a_missing_supervisor_keeps_partitions_from_being_made_for_its_shares_on
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_daemon_of_a_partition_that_does_not_start_takes_the_partition_with_it() {
+async fn a_partition_is_removed_if_its_daemon_does_not_start() {
     let world = World::new();
     let plugin = world.start();
     world.mps.all_die(true);
@@ -298,7 +298,7 @@ async fn a_daemon_of_a_partition_that_does_not_start_takes_the_partition_with_it
 
 /// The claim is released, and the other partitions of the GPU do not wait for the supervisor.
 #[tokio::test(start_paused = true)]
-async fn a_partition_whose_daemon_cannot_be_ended_is_removed_when_the_supervisor_is_back() {
+async fn a_partition_stays_until_the_supervisor_can_end_its_daemon() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(share_of_partition("a", 60));
@@ -311,7 +311,7 @@ async fn a_partition_whose_daemon_cannot_be_ended_is_removed_when_the_supervisor
     prepare(&plugin, "b").await;
     let there = actual(&world, GPU).instances;
     assert_eq!(there.len(), 2);
-    // What is in its place, or is the whole GPU, is refused and says why.
+    // A partition in its place, or the whole GPU, is refused with the reason.
     unprepare(&plugin, "b").await;
     for (name, other) in [("c", partition("x", 0, "4g40gb-0")), ("d", whole("x", 0))] {
         world.api.put(claim(name, &[other]));

@@ -27,11 +27,15 @@ async fn a_gpu_is_bound_to_vfio_for_its_claim_and_goes_back() {
     assert!(world.mig.mig_state(GPU).is_err(), "the driver knows it");
     assert!(world.mig.mig_state(OTHER).is_ok(), "the other GPU went too");
 
-    let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
-    let spec: serde_json::Value = serde_json::from_str(&spec).unwrap();
+    let text = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
+    let spec: serde_json::Value = serde_json::from_str(&text).unwrap();
     let edits = &spec["devices"][0]["containerEdits"];
-    let nodes = edits["deviceNodes"].as_array().unwrap().iter();
-    let nodes: Vec<_> = nodes.map(|node| node["path"].as_str().unwrap()).collect();
+    let nodes: Vec<_> = edits["deviceNodes"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|node| node["path"].as_str().unwrap())
+        .collect();
     assert_eq!(
         nodes,
         ["/dev/vfio/vfio", "/dev/vfio/27"],
@@ -47,7 +51,7 @@ async fn a_gpu_is_bound_to_vfio_for_its_claim_and_goes_back() {
     nothing_is_left(&world, "unprepared");
 }
 
-/// An NVML that stays open would be without the GPU, and so would all that this process opens beside it.
+/// An NVML that stays open would not see the GPU, nor would any other that this process opens beside it.
 #[tokio::test]
 async fn a_gpu_that_comes_back_waits_until_nvml_is_closed() {
     let world = World::new();
@@ -70,7 +74,7 @@ async fn a_gpu_that_comes_back_waits_until_nvml_is_closed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_gpu_that_a_program_has_open_is_refused_and_can_be_had_later() {
+async fn a_gpu_is_refused_while_a_program_has_it_open() {
     let world = World::new();
     let plugin = world.start();
     world.api.put(one_at_vfio("a", 0));
@@ -81,7 +85,7 @@ async fn a_gpu_that_a_program_has_open_is_refused_and_can_be_had_later() {
         "{error}"
     );
     nothing_is_left(&world, "refused");
-    // Nothing but an administrator makes it end.
+    // Only an administrator can end the persistence daemon.
     world.pci.is_open(Some(User::PERSISTENCE_DAEMON));
     let start = Instant::now();
     let error = refusal(&plugin, "a").await;
@@ -129,7 +133,7 @@ async fn a_gpu_that_was_divided_goes_to_vfio_whole() {
     nothing_is_left(&world, "unprepared");
 }
 
-/// After a boot the kernel's own drivers have all functions, and the addresses are other GPUs'.
+/// After a boot the kernel's own drivers have all functions, and other GPUs have the addresses.
 #[tokio::test]
 async fn a_boot_ends_it_and_the_claim_gets_the_same_gpu_again() {
     let mut world = World::new();

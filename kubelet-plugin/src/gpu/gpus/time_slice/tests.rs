@@ -24,8 +24,10 @@ fn gpu(minor: usize) -> String {
 
 /// What the controller publishes under a policy with this interval.
 fn policy(world: &World, interval: &str) -> NodePolicy {
-    let gpus = world.ready.inventory.gpus.iter();
-    let gpus: Vec<_> = gpus
+    let inventory = &world.ready.inventory;
+    let gpus: Vec<_> = inventory
+        .gpus
+        .iter()
         .map(|gpu| json!({"uuid": gpu.uuid, "timeshared": {"interval": interval}}))
         .collect();
     let published = json!({"epoch": 1, "poolGeneration": 1, "gpus": gpus});
@@ -63,7 +65,7 @@ fn nothing_is_left(world: &World, what: &str) {
     every_slice_is(world, BEFORE, what);
 }
 
-/// Lets a process bring its GPUs to rest, as it does when the driver is ready.
+/// Lets a process settle its GPUs, as it does when the driver is ready.
 async fn settle(plugin: &Plugin) {
     let stop = CancellationToken::new();
     let settled = Arc::clone(&plugin.gpus).settle(stop.clone());
@@ -191,7 +193,7 @@ async fn killed_at_any_step_of_unprepare_it_converges() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_release_without_the_driver_restores_it_when_the_driver_is_back() {
+async fn a_release_without_the_driver_is_completed_when_it_is_back() {
     let world = world();
     let plugin = under(&world, world.start(), "Long");
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
