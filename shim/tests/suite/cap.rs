@@ -709,7 +709,7 @@ fn a_refusal_does_not_refuse_others() {
 /// A driver frees what a process had when the last of its files is closed, and a child by fork has them
 /// too: workers that outlive a training script are known for it.
 #[test]
-fn what_a_dead_parent_had_is_charged_until_its_child_closes_the_files() {
+fn a_dead_parents_memory_is_charged_until_its_child_closes_files() {
     for last in ["end", "exec", "close-all"] {
         let (world, share) = one_gpu();
         let mut parent = ready(&world, 1);

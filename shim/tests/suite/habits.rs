@@ -123,7 +123,7 @@ fn what_a_stream_frees_is_in_use_until_the_stream_gets_there() {
 
 /// Where there is no memory, an allocation waits for what another stream frees.
 #[test]
-fn an_allocation_depends_on_another_streams_free_before_it_fails() {
+fn an_allocation_waits_for_another_streams_free_before_it_fails() {
     let mut bare = Bare::on(Machine::Realistic);
     let free = bare.probe.must("info").number(0);
     let most = free / BLOCK * BLOCK;
@@ -188,7 +188,7 @@ fn code_takes_memory_at_its_first_launch() {
 }
 
 #[test]
-fn a_graphs_memory_comes_with_its_launch_and_stays_until_it_is_trimmed() {
+fn a_graphs_memory_is_there_from_its_launch_until_a_trim() {
     let found = on_both(|bare| {
         let graph = bare.probe.get("cuGraphCreate &0 0");
         bare.probe

@@ -167,7 +167,7 @@ fn by_every_way_to_look_up() {
 /// NVIDIA's functions have no symbol version, and so neither have ours: a look-up with a version fails in
 /// both.
 #[test]
-fn no_version_of_a_function_is_found_as_in_the_drivers_own_library() {
+fn a_look_up_with_a_version_fails_as_in_the_drivers_library() {
     let program = |world: &World| {
         let program = world.folder().join("ways");
         compile("ways.c", &program, &["-ldl"]);

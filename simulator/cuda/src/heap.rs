@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn small_allocations_share_a_block_and_large_ones_have_their_own() {
+    fn small_allocations_share_blocks_and_large_ones_do_not() {
         let mut heap = Heap::new(Blocks::BySize);
         let mut charged = 0;
         let first = allocate(&mut heap, 1, &mut charged);

@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_process_of_a_slot_has_neither_fault_nor_daemon_of_the_last() {
+    fn a_slots_next_process_has_no_fault_and_no_daemon_of_the_last() {
         let page = test_page(include_str!("../../machines/T4.toml"));
         client(page, 0);
         client(page, 1);

@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn the_daemon_waits_for_its_sampler_and_not_for_an_earlier_daemons() {
+    fn the_daemon_waits_for_its_own_sampler_only() {
         let page = page();
         let sampling = try_lock(&page.gpus[0]).unwrap();
         std::thread::scope(|scope| {

@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_function_is_not_bound_again_and_an_override_names_the_only_driver() {
+    fn only_an_unbound_function_is_bound_and_only_to_its_override() {
         let (_root, tree) = tree(Some(7));
         assert_eq!(tree.bind("nvidia", GPU).unwrap(), Err(Refusal::Busy));
         assert_eq!(tree.bind("vfio-pci", GPU).unwrap(), Err(Refusal::NoDevice));
@@ -380,7 +380,7 @@ mod tests {
     }
 
     #[test]
-    fn vfio_nodes_come_with_the_first_function_of_a_group_and_go_with_the_last() {
+    fn vfio_nodes_exist_while_a_function_of_the_group_is_bound() {
         let (root, tree) = tree(Some(7));
         let at = |path: &str| root.path().join("dev/vfio").join(path).exists();
         for address in [GPU, AUDIO] {

@@ -112,7 +112,7 @@ fn kills_at_any_moment_leave_the_ledger_exact() {
 }
 
 #[test]
-fn programs_outlive_the_daemon_and_the_next_one_frees_ended_processes() {
+fn programs_survive_the_daemon_and_its_successor_frees_the_dead() {
     let mut machine = Machine::start("H100-80", 1);
     let (mut survivor, mut victim) = (machine.program(), machine.program());
     survivor.ask("use 0");
