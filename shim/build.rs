@@ -28,8 +28,8 @@ fn main() {
     let coverage = match soname {
         "libcuda.so.1" => Coverage::cuda(),
         _ => Coverage::nvml(),
-    };
-    let coverage = coverage.unwrap_or_else(|problem| panic!("{problem}"));
+    }
+    .unwrap_or_else(|problem| panic!("{problem}"));
     generate_tables(&coverage, &out.join("symbols.rs"));
     generate_addresses(&coverage, &out.join("handled.s"));
     if arch != "x86_64" {

@@ -138,10 +138,10 @@ fn collect_functions(folder: &Path, to: &mut BTreeSet<String>) {
                         .bytes()
                         .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
             };
-            let names = format!("cu{names}");
-            let names = names.split(',').map(str::trim);
             to.extend(
-                names
+                format!("cu{names}")
+                    .split(',')
+                    .map(str::trim)
                     .filter(|name| {
                         name.strip_prefix("cu")
                             .is_some_and(|rest| is_identifier(&rest))

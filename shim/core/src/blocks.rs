@@ -94,8 +94,8 @@ impl<const N: usize> Blocks<N> {
         let hash = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let bits = if nth == 0 { hash >> 40 } else { hash >> 16 };
         #[expect(clippy::cast_possible_truncation, reason = "its low bits")]
-        let bits = bits as usize & 0xff_ffff;
-        &self.rows[bits % N]
+        let at = bits as usize & 0xff_ffff;
+        &self.rows[at % N]
     }
 }
 

@@ -215,8 +215,9 @@ impl Source {
     pub fn raise_floor(self, bytes: u64, driver: Call<'_>) -> CUresult {
         let to_blocks = |bytes| self.device.taken_by(bytes);
         // Before the driver is asked, so that another that raises it meanwhile counts on nothing that this one needs.
-        let missing = self.with(|kept| kept.await_floor(bytes, to_blocks));
-        let missing = missing.unwrap_or(bytes);
+        let missing = self
+            .with(|kept| kept.await_floor(bytes, to_blocks))
+            .unwrap_or(bytes);
         let reserved = match Reserved::new(self.process, self.device, missing, missing) {
             Ok(reserved) => reserved.keep(),
             Err(code) => {

@@ -130,12 +130,12 @@ impl World {
     #[must_use]
     pub fn new(driver: Driver) -> Self {
         let folder = new_folder();
-        let node = match driver {
+        let simulated = match driver {
             Driver::Simulator(gpus) => Some((Machine::Realistic, gpus)),
             Driver::Machine(machine, gpus) => Some((machine, gpus)),
             _ => None,
         };
-        let node = node.map(|(machine, gpus)| {
+        let node = simulated.map(|(machine, gpus)| {
             let root = folder.with_extension("node");
             Arc::new(Node::start(root, machine, gpus))
         });

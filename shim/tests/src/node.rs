@@ -185,12 +185,12 @@ pub fn install(root: &Path, machine: Machine, gpus: u32, (version, cuda): Versio
         install.display()
     );
     let model = simulator.join(format!("machines/{}.toml", machine.model()));
-    let text = fs::read_to_string(model).unwrap();
     let file = root.with_extension("toml");
-    let text = text
+    let description = fs::read_to_string(model)
+        .unwrap()
         .replace("\"535.261.03\"", &format!("\"{version}\""))
         .replace("cuda_version = 12020", &format!("cuda_version = {cuda}"));
-    fs::write(&file, text).unwrap();
+    fs::write(&file, description).unwrap();
     let done = Command::new(install)
         .arg(root)
         .arg("--machine")

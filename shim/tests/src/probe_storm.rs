@@ -57,7 +57,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
             "cuCtxGetCurrent",
             [context.as_mut_ptr() as u64, 0, 0, 0, 0, 0],
         );
-        let context = context[0];
+        let [context] = context;
         std::thread::scope(|scope| {
             for thread in 0..count {
                 scope.spawn(move || {
@@ -287,8 +287,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         self.must("cuGraphCreate", [(&raw mut graph) as u64, 0, 0, 0, 0, 0]);
         let mut parameters = [0u64; 15];
         (parameters[0], parameters[1], parameters[13]) = (1, 1, bytes);
-        let parameters = parameters.as_mut_ptr() as u64;
-        let ask = [graph, 0, 0, parameters, 0];
+        let ask = [graph, 0, 0, parameters.as_mut_ptr() as u64, 0];
         node = self.ask("cuGraphAddMemAllocNode", ask).unwrap_or(node);
         if node != 0 {
             executable = self

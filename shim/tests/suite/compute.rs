@@ -94,13 +94,13 @@ fn all_of_a_gpu_is_never_held_back() {
         let (mut probe, kernel) = program(&world, "sim_busy_200us");
         let mut launches = 0;
         // Where the program does not run for long, what it has queued runs out.
-        let found = (0..3).map(|_| {
+        let percents = (0..3).map(|_| {
             let answer = probe.must(&format!("launch plain {kernel} {MILLIS} 0"));
             launches += answer.number(0);
             // What is queued has not run yet.
             percent(answer.number(0), 200_000)
         });
-        let found: Vec<_> = found.take_while(|&it| it < 99.0).collect();
+        let found: Vec<_> = percents.take_while(|&it| it < 99.0).collect();
         assert!(found.len() < 3, "{found:?} % of {cores}");
         // Of 99 percent, the kernel's first measurement is waited for.
         let most = if cores == 100 { 0 } else { HOLDS_NANOS };

@@ -64,8 +64,10 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64) {
     let collected = output
         .lines()
         .find_map(|line| line.split("Collected : ").nth(1))
-        .unwrap_or_else(|| panic!("callgrind: {output}"));
-    let collected = collected.trim().parse::<u64>().unwrap();
+        .unwrap_or_else(|| panic!("callgrind: {output}"))
+        .trim()
+        .parse::<u64>()
+        .unwrap();
     assert!(collected > calls, "callgrind counted nothing: {output}");
     let locked: u64 = executed(&fs::read_to_string(out).unwrap())
         .filter(|(at, _)| locked().contains(at))

@@ -126,11 +126,10 @@ fn what_a_stream_frees_is_in_use_until_the_stream_gets_there() {
 fn an_allocation_waits_for_another_streams_free_before_it_fails() {
     let mut bare = Bare::on(Machine::Realistic);
     let free = bare.probe.must("info").number(0);
-    let most = free / BLOCK * BLOCK;
     let slow = bare.probe.must("kernel sim_busy_100ms").number(0);
     // Its code takes memory too.
     bare.probe.must(&format!("launch-grid {slow} 1 0"));
-    let most = most - BLOCK;
+    let most = free / BLOCK * BLOCK - BLOCK;
     let all = bare.probe.must(&format!("async {most}")).number(0);
     assert_eq!(
         bare.probe.ask(&format!("async {BLOCK}")).code,

@@ -29,8 +29,10 @@ fn runtimes() -> Vec<(String, Vec<PathBuf>)> {
         .map(|entry| entry.unwrap())
         .filter(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
         .map(|entry| {
-            let files = fs::read_dir(entry.path()).unwrap();
-            let files = files.map(|file| file.unwrap().path()).collect();
+            let files = fs::read_dir(entry.path())
+                .unwrap()
+                .map(|file| file.unwrap().path())
+                .collect();
             (entry.file_name().to_string_lossy().into_owned(), files)
         })
         .collect();

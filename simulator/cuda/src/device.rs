@@ -48,8 +48,10 @@ pub fn devices() -> Result<&'static [Device], Code> {
 /// The GPU with this ordinal.
 pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
     let devices = devices()?;
-    let device = usize::try_from(ordinal).ok().and_then(|o| devices.get(o));
-    let device = device.ok_or(Code::INVALID_DEVICE)?;
+    let device = usize::try_from(ordinal)
+        .ok()
+        .and_then(|at| devices.get(at))
+        .ok_or(Code::INVALID_DEVICE)?;
     device.check_present()?;
     Ok(device)
 }

@@ -49,8 +49,8 @@ pub struct Usage {
 impl Usage {
     /// Returns what is kept above `limit` reserved bytes, in whole blocks; how many bytes that is.
     pub fn trim(&mut self, device: &Device, limit: u64) -> u64 {
-        let excess = self.reserved.saturating_sub(limit).min(self.kept);
-        let excess = excess - excess % BLOCK;
+        let unused = self.reserved.saturating_sub(limit).min(self.kept);
+        let excess = unused - unused % BLOCK;
         if excess > 0 {
             self.kept -= excess;
             self.reserved -= excess;

@@ -523,8 +523,9 @@ mod tests {
             assert_eq!((one.uuid, one.pci_bus), (other.uuid, other.pci_bus));
         }
         for wrong in ["[0, 1]", "[0, 1, 1]", "[1, 2, 3]"] {
-            let error = Description::parse(&format!("minors = {wrong}\n{text}"), "test");
-            let error = error.unwrap_err().to_string();
+            let error = Description::parse(&format!("minors = {wrong}\n{text}"), "test")
+                .unwrap_err()
+                .to_string();
             assert!(error.contains("must be the numbers 0 to 2"), "{error}");
         }
     }

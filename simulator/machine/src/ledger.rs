@@ -272,11 +272,11 @@ impl Shared {
     fn add_charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let (used, room) = self.room(slot, gpu);
-        let free = || room.saturating_sub(used.load(Ordering::Relaxed));
-        if bytes > free() && bytes <= room {
-            self.evict(slot, gpu, bytes - free());
+        let read_free = || room.saturating_sub(used.load(Ordering::Relaxed));
+        if bytes > read_free() && bytes <= room {
+            self.evict(slot, gpu, bytes - read_free());
         }
-        let free = free();
+        let free = read_free();
         if bytes > free {
             return Err(ChargeError::OutOfMemory { asked: bytes, free });
         }

@@ -91,9 +91,11 @@ pub fn any_device(handle: nvmlDevice_t) -> Result<AnyDevice, Code> {
 pub fn find_compute_instance(target: Target) -> Result<(Device, ComputeInstanceView), Code> {
     let device = device_at(target.gpu)?;
     let instance = device.state.gpu_instance(target.instance);
-    let found = instance.and_then(|of| device.state.compute_instance(of, target.compute));
-    let found = found.filter(|it| it.serial == target.serial);
-    Ok((device, found.ok_or(Code::INVALID_ARGUMENT)?))
+    let found = instance
+        .and_then(|of| device.state.compute_instance(of, target.compute))
+        .filter(|it| it.serial == target.serial)
+        .ok_or(Code::INVALID_ARGUMENT)?;
+    Ok((device, found))
 }
 
 /// The GPU of a handle, which may be that of one of its MIG devices.

@@ -227,8 +227,9 @@ impl Tree {
                 return Ok(Err(Refusal::Invalid));
             };
             let devices = self.root.join("dev/vfio/devices");
-            let number = (0..=u16::MAX).find(|n| !devices.join(format!("vfio{n}")).exists());
-            let number = number.unwrap_or_default();
+            let number = (0..=u16::MAX)
+                .find(|n| !devices.join(format!("vfio{n}")).exists())
+                .unwrap_or_default();
             fs::create_dir_all(device.join(format!("vfio-dev/vfio{number}")))?;
             self.node(&format!("vfio/devices/vfio{number}"), (510, number.into()))?;
             let minor = group.parse().unwrap_or_default();

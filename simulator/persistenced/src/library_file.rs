@@ -100,8 +100,8 @@ fn symbols(image: &[u8]) -> anyhow::Result<Vec<Symbol>> {
             .step_by(SYMBOL)
             .map(|at| {
                 let symbol = part(image, at, SYMBOL)?;
-                let name = strings.get(number(symbol, 0..4)?..).unwrap_or_default();
-                let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+                let rest = strings.get(number(symbol, 0..4)?..).unwrap_or_default();
+                let name = rest.split(|byte| *byte == 0).next().unwrap_or_default();
                 Ok(Symbol {
                     at,
                     name: String::from_utf8_lossy(name).into_owned(),

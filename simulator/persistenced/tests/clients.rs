@@ -249,8 +249,10 @@ fn two_processes_share_a_gpus_time() {
     // 200 kernels of 20 ms on one GPU: each process alone would take 2 s. One of them begins before the other.
     let longest = took(&own).max(took(&other.join().unwrap()));
     assert!(longest >= 3000, "{longest}");
-    let again = (0..3).map(|_| took(&first.ask("launch sim_busy_20ms 1")));
-    let again = again.min().unwrap();
+    let again = (0..3)
+        .map(|_| took(&first.ask("launch sim_busy_20ms 1")))
+        .min()
+        .unwrap();
     assert!(again < 400, "the queue is empty again: {again}");
 }
 

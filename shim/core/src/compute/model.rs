@@ -82,8 +82,8 @@ fn a_batch_pays_once() {
             let batch = Arc::clone(&batch);
             thread::spawn(move || u64::from(batch.pay(6)) * 6)
         };
-        let paid = u64::from(batch.pay(5)) * 5;
-        let paid = paid + other.join().unwrap();
+        let own = u64::from(batch.pay(5)) * 5;
+        let paid = own + other.join().unwrap();
         batch.fill(1);
         assert_eq!(paid + batch.take(100), 11);
     });

@@ -61,8 +61,8 @@ impl Shared {
             Some(start) if !profile.starts.contains(&start) => return Err(InstanceError::Invalid),
             Some(start) => Some(start).filter(|it| rules::fits(model, &placed, profile, *it)),
             None => rules::choose(model, &placed, profile),
-        };
-        let start = start.ok_or(InstanceError::InsufficientResources)?;
+        }
+        .ok_or(InstanceError::InsufficientResources)?;
         let id = profile.instance_id(model.whole(), start);
         let it = &state.instances[id as usize];
         it.kind.store(kind, Ordering::Relaxed);
@@ -99,19 +99,25 @@ impl Shared {
         let model = state.model().ok_or(InstanceError::NotSupported)?;
         let found = state.gpu_instance(instance as usize);
         let of = found.ok_or(InstanceError::NotFound)?;
-        let mut profiles = model.compute_profiles(of.profile).into_iter();
-        let profile = profiles.find(|profile| profile.kind == kind);
-        let profile = profile.ok_or(InstanceError::NotSupported)?;
+        let profile = model
+            .compute_profiles(of.profile)
+            .into_iter()
+            .find(|profile| profile.kind == kind)
+            .ok_or(InstanceError::NotSupported)?;
         if start.is_some_and(|start| profile.starts().all(|it| it != start)) {
             return Err(InstanceError::Invalid);
         }
-        let mut free = state.free_compute_placements(of, &profile).into_iter();
-        let start = free.find(|it| start.is_none_or(|start| start == *it));
-        let start = start.ok_or(InstanceError::InsufficientResources)?;
+        let start = state
+            .free_compute_placements(of, &profile)
+            .into_iter()
+            .find(|it| start.is_none_or(|start| start == *it))
+            .ok_or(InstanceError::InsufficientResources)?;
         let words = &state.instances[instance as usize].compute;
         let is_free = |it: &ComputeInstance| it.serial.load(Ordering::Relaxed) == 0;
-        let id = words.iter().position(is_free);
-        let id = id.ok_or(InstanceError::InsufficientResources)?;
+        let id = words
+            .iter()
+            .position(is_free)
+            .ok_or(InstanceError::InsufficientResources)?;
         let it = &words[id];
         let serial = self.next_serial();
         let uuid = mig_uuid(&state.uuid, instance, serial);
