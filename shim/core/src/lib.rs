@@ -17,7 +17,7 @@
 //! - [`table`]: which device pointer was charged how much, for one process;
 //! - [`blocks`]: which of the driver's blocks hold its small allocations;
 //! - [`physical`]: its physical memory, and what uses it;
-//! - [`kept`]: what the driver keeps for a pool, and what of that is charged;
+//! - [`pool_charge`]: what the driver keeps for a pool, and what of that is charged;
 //! - [`underway`]: whether a call was alone of its kind;
 //! - [`image`]: what a module takes.
 //!
@@ -36,12 +36,12 @@ pub mod cap;
 pub mod compute;
 pub mod error;
 pub mod image;
-pub mod kept;
 pub mod layout;
 mod map;
 pub mod pace;
 pub mod paths;
 pub mod physical;
+pub mod pool_charge;
 mod sync;
 pub mod table;
 pub mod underway;
@@ -52,10 +52,10 @@ pub use account::{Account, Full, Locks, SlotIndex};
 pub use blocks::Blocks;
 pub use cap::{CapPage, ComputePolicy};
 pub use error::{PageError, Part};
-pub use kept::Kept;
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
 pub use pace::Pace;
 pub use physical::{Freed, Physical};
+pub use pool_charge::PoolCharge;
 pub use table::{Entry, Table};
 pub use underway::Underway;
 pub use uuid::GpuUuid;

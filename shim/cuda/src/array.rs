@@ -13,11 +13,11 @@ use crate::abi::{
     CUDA_ARRAY3D_SPARSE, CUarray, CUdevice, CUresult,
 };
 use crate::charge::{charge, note};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{self, Kind, key};
 use crate::memory::Width;
 use crate::process::{self, Process};
-use crate::share::Device;
 use crate::vmm;
 
 /// The kind of array.

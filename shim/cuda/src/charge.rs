@@ -6,13 +6,13 @@ use tranche_shim_core::Entry;
 use tranche_shim_core::physical::{Id, Imported};
 
 use crate::abi::{CUcontext, CUresult};
+use crate::device::{Device, Residence};
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::exports;
 use crate::keys::{self, Kind};
 use crate::process::{self, Process};
-use crate::reserves::State;
 use crate::settle;
-use crate::share::{Device, Residence};
 
 impl Process {
     /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
@@ -270,8 +270,8 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
         end_as_physical(process, entry);
         return;
     };
-    if let Some(reserve) = settle::reserve_of(entry) {
-        settle::freed(process, reserve, entry.bytes);
+    if let Some(place) = settle::driver_pool_of(entry) {
+        settle::freed(process, place, entry.bytes);
         return;
     }
     let (mut bytes, residence) = if entry.bytes < CONVERTED {

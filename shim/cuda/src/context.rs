@@ -15,12 +15,12 @@ use crate::abi::{CUcontext, CUdevice, CUresult};
 use crate::array;
 use crate::charge::{Reserved, note, return_charge};
 use crate::contexts::{Ending, Endings};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
 use crate::local;
 use crate::process::{self, Process};
 use crate::settle;
-use crate::share::Device;
 use crate::stream::current_context;
 
 /// A new context on a device.

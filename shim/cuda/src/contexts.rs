@@ -9,7 +9,7 @@ use tranche_shim_core::table::stamped;
 use tranche_shim_runtime::lock::Guarded;
 
 use crate::abi::CUcontext;
-use crate::share::Device;
+use crate::device::Device;
 use crate::stream::current_context;
 
 /// A process's contexts. All zeros means none.

@@ -16,13 +16,13 @@ use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdeviceptr, CUresult};
 use crate::charge::{AS_PHYSICAL, IN_ITS_BLOCK, Reserved, is_movable, let_go, return_charge};
+use crate::device::Device;
 use crate::driver::Call;
+use crate::driver_pools::DriverPools;
 use crate::ipc::{device_of, is_on_host, range_of};
 use crate::keys::{Kind, key};
 use crate::process::{self, Process};
-use crate::reserves::Reserves;
-use crate::settle::reserve_of;
-use crate::share::Device;
+use crate::settle::driver_pool_of;
 
 /// What allocations are multiples of, in bytes: in so many steps memory is looked for at addresses that the driver does not
 /// know. A range is of whole pages, and may begin before the allocation and end after it.
@@ -147,10 +147,10 @@ fn hold_pointer(
     // Of memory that is no allocation of its own, no more is known than which blocks it lies in.
     let start = pointer & !(device.block - 1);
     let mut whole = device.taken_by(pointer.saturating_add(size) - start);
-    if let Some(place) = process.pointers.get(pointer).and_then(reserve_of) {
+    if let Some(place) = process.pointers.get(pointer).and_then(driver_pool_of) {
         // It may lie in any piece of its pool's.
-        let covered = |reserves: &mut Reserves| reserves.get(place).map(|it| it.kept.covered());
-        whole = whole.max(process.reserves.with(covered).unwrap_or(0));
+        let covered = |pools: &mut DriverPools| pools.get(place).map(|it| it.charge.covered());
+        whole = whole.max(process.driver_pools.with(covered).unwrap_or(0));
     }
     let held = process.physical.with(|physical| {
         let Some(entry) = process.pointers.get(pointer) else {
@@ -159,7 +159,7 @@ fn hold_pointer(
         if entry.device == AS_PHYSICAL {
             return physical.hold_id(Id::of(entry.bytes)?);
         }
-        if reserve_of(entry).is_some() {
+        if driver_pool_of(entry).is_some() {
             return None;
         }
         // Out of the table, so that who frees it meanwhile does not give the same charge back.
@@ -194,7 +194,8 @@ fn hold_pointer(
 /// A pointer's charge becomes that of physical memory which is held.
 fn replace(process: &'static Process, pointer: CUdeviceptr, held: Id) {
     let former = process.physical.with(|physical| {
-        let is_own = |entry: &Entry| entry.device != AS_PHYSICAL && reserve_of(*entry).is_none();
+        let is_own =
+            |entry: &Entry| entry.device != AS_PHYSICAL && driver_pool_of(*entry).is_none();
         process.pointers.get(pointer).filter(is_own)?;
         let entry = process.pointers.take(pointer)?;
         let id = physical.hold_id(held)?;

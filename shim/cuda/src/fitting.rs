@@ -6,7 +6,7 @@ use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use tranche_shim_runtime::lock::Guarded;
 
 use crate::abi::CUfunction;
-use crate::share::Device;
+use crate::device::Device;
 
 /// The kernels that are known to fit. All zeros means none.
 pub struct Fitting {

@@ -1,4 +1,4 @@
-//! Nodes of graphs. What memory nodes allocate is charged to their device's reserve for graphs ([`crate::source`]): at
+//! Nodes of graphs. What memory nodes allocate is charged to their device's reserve for graphs ([`crate::pool_allocator`]): at
 //! least the sizes of the nodes of all executable graphs. A kernel's local memory is charged when the kernel becomes
 //! part of a graph.
 
@@ -10,12 +10,12 @@ use crate::abi::{
 };
 use crate::charge;
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::keys::{Kind, key};
 use crate::local;
+use crate::pool_allocator::PoolAllocator;
 use crate::process::{self, Process};
-use crate::reserves::State;
 use crate::settle::{lower_floor, settle_some};
-use crate::source::Source;
 use crate::stream::Stream;
 
 /// An allocation that becomes a node of the graph that its stream captures.
@@ -25,18 +25,18 @@ pub fn capture(
     bytes: u64,
     driver: Call<'_>,
 ) -> CUresult {
-    let source = match process.device_of_stream(stream.handle()) {
-        Ok(device) if device.is_capped() => Source::graphs(process, device),
+    let allocator = match process.device_of_stream(stream.handle()) {
+        Ok(device) if device.is_capped() => PoolAllocator::graphs(process, device),
         Ok(_) => return driver.make(),
         Err(code) => Err(code),
     };
-    let source = match source {
-        Ok(source) => source,
+    let allocator = match allocator {
+        Ok(allocator) => allocator,
         Err(code) => return code,
     };
-    let result = source.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
+    let result = allocator.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
     if result.is_ok() {
-        note(source, stream.graph(), bytes);
+        note(allocator, stream.graph(), bytes);
     }
     result
 }
@@ -52,24 +52,24 @@ pub fn add_allocation(
     }
     // SAFETY: not null, and the driver reads them next.
     let (location, bytes) = unsafe { ((*parameters).pool.location, (*parameters).bytes as u64) };
-    let source = process::current().and_then(|process| {
+    let allocator = process::current().and_then(|process| {
         let device = match location.device() {
             Some(handle) => process.device(handle).filter(|device| device.is_capped()),
             None if location.is_host() => None,
             None => process.current_capped()?,
         };
         device
-            .map(|device| Source::graphs(process, device))
+            .map(|device| PoolAllocator::graphs(process, device))
             .transpose()
     });
-    let source = match source {
-        Ok(Some(source)) => source,
+    let allocator = match allocator {
+        Ok(Some(allocator)) => allocator,
         Ok(None) => return driver.make(),
         Err(code) => return code,
     };
-    let result = source.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
+    let result = allocator.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
     if result.is_ok() {
-        note(source, Some(graph), bytes);
+        note(allocator, Some(graph), bytes);
     }
     result
 }
@@ -140,9 +140,9 @@ pub fn add_child(graph: CUgraph, child: CUgraph, driver: Call<'_>) -> CUresult {
         && let Some(process) = process::joined()
         && let Some(of_child) = process.pointers.get(graph_key(child))
         && let Some(device) = process.device_numbered(of_child.device)
-        && let Ok(source) = Source::graphs(process, device)
+        && let Ok(allocator) = PoolAllocator::graphs(process, device)
     {
-        note(source, Some(graph), of_child.bytes);
+        note(allocator, Some(graph), of_child.bytes);
     }
     result
 }
@@ -158,8 +158,8 @@ pub fn copy(copy: *mut CUgraph, graph: CUgraph, driver: Call<'_>) -> CUresult {
 }
 
 /// Notes that a graph needs so much more. If there is no room to note it, it stays charged until the process ends.
-fn note(source: Source, graph: Option<CUgraph>, bytes: u64) {
-    let (process, device) = (source.process, source.device);
+fn note(allocator: PoolAllocator, graph: Option<CUgraph>, bytes: u64) {
+    let (process, device) = (allocator.process, allocator.device);
     let bytes = device.taken_by(bytes);
     let noted = graph.is_some_and(|graph| {
         let former = process.pointers.get(graph_key(graph));
@@ -174,7 +174,7 @@ fn note(source: Source, graph: Option<CUgraph>, bytes: u64) {
         process.pointers.put(graph_key(graph), entry).is_ok()
     });
     if !noted {
-        source.raise_floor(bytes, Call::of(&|| CUresult::SUCCESS));
+        allocator.raise_floor(bytes, Call::of(&|| CUresult::SUCCESS));
     }
 }
 
@@ -189,11 +189,11 @@ pub fn instantiate(executable: *mut CUgraphExec, graph: CUgraph, driver: Call<'_
     let Some(device) = process.device_numbered(needs.device) else {
         return driver.make();
     };
-    let source = match Source::graphs(process, device) {
-        Ok(source) => source,
+    let allocator = match PoolAllocator::graphs(process, device) {
+        Ok(allocator) => allocator,
         Err(code) => return code,
     };
-    let result = source.raise_floor(needs.bytes, driver);
+    let result = allocator.raise_floor(needs.bytes, driver);
     if result.is_ok() {
         // SAFETY: the driver has just written to it.
         let executable = unsafe { executable.read() };

@@ -8,10 +8,10 @@ use tranche_shim_core::Entry;
 
 use crate::abi::{CUdeviceptr, CUresult};
 use crate::charge::{Reserved, note};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
 use crate::process::{self, Process};
-use crate::share::Device;
 use crate::stream::current_context;
 
 /// `cuIpcOpenMemHandle`. A handle may be opened several times, for the same pointer.

@@ -20,13 +20,13 @@ use tranche_shim_core::compute::{Batch, Price, Shape, WAIT_NANOS};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
+use crate::device::Device;
 use crate::driver::Call;
 use crate::keys;
 use crate::launches::Launches;
 use crate::local;
 use crate::measure::Measurement;
 use crate::process::{self, Process};
-use crate::share::Device;
 use crate::stream::{is_capturing, within_stream};
 
 /// This bit marks a handle as a graph's. Handles are addresses of user space, which do not have it.

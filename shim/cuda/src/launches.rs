@@ -6,8 +6,8 @@ use tranche_shim_core::compute::{Batch, Costs};
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::sys;
 
+use crate::device::Device;
 use crate::measure::Measuring;
-use crate::share::Device;
 
 /// What a process knows of its launches. All zeros means nothing yet.
 pub struct Launches {

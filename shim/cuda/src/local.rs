@@ -19,10 +19,10 @@ use tranche_shim_core::Entry;
 
 use crate::abi::{CUcontext, CUdevice, CUfunction, CUresult};
 use crate::charge::{Reserved, note};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
 use crate::process::Process;
-use crate::share::Device;
 use crate::stream::{current_context, relaxed, within};
 
 /// `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.

@@ -5,16 +5,16 @@
 //! Programs ask for device memory; they get managed memory that prefers the GPU, and are told of it as device memory.
 //!
 //! What the driver cannot move (contexts, modules, arrays, pools, physical memory) is charged to a second account too, whose
-//! limit no oversubscription raises ([`crate::share::Residence`]).
+//! limit no oversubscription raises ([`crate::device::Residence`]).
 
 use core::ffi::c_void;
 
 use crate::abi::{CUdevice, CUdeviceptr, CUresult};
 use crate::charge::is_converted;
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::ipc::range_of;
 use crate::process;
-use crate::share::Device;
 
 /// Allocates `bytes` of managed memory, which every stream of every device may use, and which moves to the
 /// device when it is used there.

@@ -2,12 +2,12 @@
 
 use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
 use crate::charge::{Reserved, charge_in, note, return_charge};
+use crate::device::{Device, Residence, VisibleMemory};
 use crate::driver::Call;
 use crate::exports;
 use crate::managed;
 use crate::process::{self, Process};
 use crate::settle;
-use crate::share::{Cap, Device, Residence};
 
 /// A number in one of the driver's two widths: today's, or that of before CUDA 3.2.
 pub trait Width: Copy {
@@ -269,7 +269,7 @@ pub fn correct_total<S: Width>(total: *mut S, handle: CUdevice, driver: Call<'_>
 }
 
 /// Neither more than the cap leaves nor more than the device has. Either pointer may be null.
-fn correct<S: Width>(cap: Cap, free: *mut S, total: *mut S) {
+fn correct<S: Width>(cap: VisibleMemory, free: *mut S, total: *mut S) {
     for (value, at_most) in [(free, cap.free), (total, cap.total)] {
         if !value.is_null() {
             // SAFETY: not null, and the driver has just written to it.

@@ -14,12 +14,12 @@ use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::CUresult;
 use crate::charge::{EVERY_DEVICE, note, return_charge};
+use crate::device::Device;
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::keys::{Kind, key};
+use crate::pool_allocator::PoolAllocator;
 use crate::process::{self, Process};
-use crate::reserves::State;
-use crate::share::Device;
-use crate::source::Source;
 
 /// Loads an image of the program's memory into the current context, or into all (a library).
 pub fn load(module: *mut usize, image: *const u8, within: Within, driver: Call<'_>) -> CUresult {
@@ -122,8 +122,8 @@ fn raise(process: &'static Process, floor: Floor, from: u8, driver: Call<'_>) ->
         return driver.make();
     };
     let rest = || raise(process, floor, device.number + 1, driver);
-    match Source::of_device(floor.state, process, device) {
-        Ok(source) => source.raise_floor(floor.bytes, Call::of(&rest)),
+    match PoolAllocator::of_device(floor.state, process, device) {
+        Ok(allocator) => allocator.raise_floor(floor.bytes, Call::of(&rest)),
         Err(code) => code,
     }
 }

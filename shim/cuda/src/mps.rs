@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 
 use tranche_shim_core::{GpuUuid, Part, paths};
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares::{self, Share, refuse_mps};
+use tranche_shim_runtime::container_shares::{self, Share, refuse_mps};
 use tranche_shim_runtime::sys::{self, Errno};
 
 use crate::abi::CUresult;
@@ -40,7 +40,7 @@ pub fn prepare() -> Result<(), CUresult> {
     }
     let refused = |Refused| CUresult::NOT_PERMITTED;
     let mut client = None;
-    shares::each(&mut |share| add(&mut client, share)).map_err(refused)?;
+    container_shares::each(&mut |share| add(&mut client, share)).map_err(refused)?;
     let Some(client) = client else {
         return Ok(());
     };

@@ -15,18 +15,18 @@ use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_core::{Blocks, GpuUuid, Physical, Table};
 use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::container_shares::{self, Share};
 use tranche_shim_runtime::lock::Guarded;
-use tranche_shim_runtime::shares::{self, Share};
 use tranche_shim_runtime::sys::{self, NotMapped};
 
 use crate::abi::{CUdevice, CUresult, CUstream, CUuuid};
 use crate::contexts::Contexts;
+use crate::device::{self, Device, JoinedShare, Residence};
 use crate::driver::{Call, real};
+use crate::driver_pools::DriverPools;
 use crate::fitting::Fitting;
 use crate::launches::Launches;
 use crate::mps;
-use crate::reserves::Reserves;
-use crate::share::{self, Device, Held, Residence};
 use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
 
 /// What this process has of its shares. The order matters: what every process touches lies together.
@@ -46,9 +46,9 @@ pub struct Process {
     /// Whether any of it was exported by a descriptor.
     pub has_exports: AtomicBool,
     /// What the driver keeps for its pools and graphs.
-    pub reserves: Guarded<Reserves>,
+    pub driver_pools: Guarded<DriverPools>,
     /// Whether there are any that the driver can be asked about: pools or graphs.
-    pub has_reserves: AtomicBool,
+    pub has_driver_pools: AtomicBool,
     pub contexts: Contexts,
     /// Held while something is reserved from several shares, or given back to them.
     pub dividing: Guarded<()>,
@@ -74,7 +74,7 @@ struct Joined {
     device_count: usize,
     share_count: usize,
     devices: [Device; MAX_SHARES],
-    shares: [MaybeUninit<Held>; MAX_SHARES],
+    shares: [MaybeUninit<JoinedShare>; MAX_SHARES],
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
@@ -130,7 +130,7 @@ fn existing() -> Option<&'static Process> {
 fn join() -> Result<&'static Process, CUresult> {
     let process = match existing() {
         Some(process) => process,
-        None => map().map_err(|why| code_of(shares::refuse_memory(why)))?,
+        None => map().map_err(|why| code_of(container_shares::refuse_memory(why)))?,
     };
     let state = &process.state;
     if state.load(Ordering::Acquire) == REFUSED {
@@ -210,7 +210,7 @@ impl Visible {
             let place = visible
                 .devices
                 .get_mut(number)
-                .ok_or_else(|| code_of(shares::refuse_too_many()))?;
+                .ok_or_else(|| code_of(container_shares::refuse_too_many()))?;
             place.write(Device::new(
                 handle,
                 gpu,
@@ -235,11 +235,11 @@ impl Joined {
         for (place, device) in self.devices.iter_mut().zip(visible.devices()) {
             *place = *device;
         }
-        shares::each(&mut |share| self.add(share))?;
-        let is_unknown = |device: &&Device| device.kind == share::Kind::Unknown;
+        container_shares::each(&mut |share| self.add(share))?;
+        let is_unknown = |device: &&Device| device.kind == device::Kind::Unknown;
         if let Some(device) = self.devices().iter().find(is_unknown) {
             // Fails closed: a GPU that nobody gave this container.
-            return Err(shares::refuse_gpu(device.gpu));
+            return Err(container_shares::refuse_gpu(device.gpu));
         }
         let moves = |it: &Device| it.is_capped() && it.residence == Residence::Movable;
         self.is_oversubscribed = self.devices().iter().any(moves);
@@ -257,21 +257,21 @@ impl Joined {
         mps::check(share)?;
         device.add_residence(share)?;
         match share.limit {
-            None => device.kind = share::Kind::Uncapped,
+            None => device.kind = device::Kind::Uncapped,
             Some(limit) => {
                 let place = self
                     .shares
                     .get_mut(self.share_count)
-                    .ok_or_else(shares::refuse_too_many)?;
+                    .ok_or_else(container_shares::refuse_too_many)?;
                 // Of several shares of one GPU, the first has the context that is beside their memory.
                 let context = if device.shares == 0 { share.context } else { 0 };
-                place.write(Held::take(share, limit, context)?);
+                place.write(JoinedShare::take(share, limit, context)?);
                 device.add_cores(share.cores);
                 device.context = device.context.max(share.context);
                 device.shares |= 1 << self.share_count;
                 self.share_count += 1;
-                if device.kind == share::Kind::Unknown {
-                    device.kind = share::Kind::Capped;
+                if device.kind == device::Kind::Unknown {
+                    device.kind = device::Kind::Capped;
                 }
             }
         }
@@ -292,7 +292,7 @@ impl Joined {
         self.devices.get(..self.device_count).unwrap_or(&[])
     }
 
-    fn share(&self, number: usize) -> Option<&Held> {
+    fn share(&self, number: usize) -> Option<&JoinedShare> {
         let place = self.shares.get(..self.share_count)?.get(number)?;
         // SAFETY: those before `share_count` are written.
         Some(unsafe { place.assume_init_ref() })
@@ -308,7 +308,7 @@ impl Process {
 
     /// The device and the share of a process that has one of each, as most have.
     #[inline]
-    pub fn sole(&self) -> Option<(&Device, &Held)> {
+    pub fn sole(&self) -> Option<(&Device, &JoinedShare)> {
         let joined = self.joined();
         // SAFETY: `make` found that its only device has the first share, which is written then.
         let share = || unsafe { joined.shares[0].assume_init_ref() };
@@ -414,7 +414,7 @@ impl Process {
 
     /// The share of a device on which only one lies.
     #[inline]
-    pub fn only_share(&self, device: &Device) -> Option<&Held> {
+    pub fn only_share(&self, device: &Device) -> Option<&JoinedShare> {
         match self.sole() {
             Some((_, share)) => Some(share),
             None => self.only_share_of(device),
@@ -422,14 +422,17 @@ impl Process {
     }
 
     #[inline(never)]
-    fn only_share_of(&self, device: &Device) -> Option<&Held> {
+    fn only_share_of(&self, device: &Device) -> Option<&JoinedShare> {
         let number = device.shares.trailing_zeros() as usize;
         let is_only = device.shares.is_power_of_two();
         is_only.then(|| self.joined().share(number))?
     }
 
     /// The shares that lie on a device.
-    pub fn shares<'a>(&'a self, device: &Device) -> impl Iterator<Item = &'a Held> + use<'a> {
+    pub fn shares<'a>(
+        &'a self,
+        device: &Device,
+    ) -> impl Iterator<Item = &'a JoinedShare> + use<'a> {
         let mut rest = device.shares;
         core::iter::from_fn(move || {
             let next = usize::try_from(rest.trailing_zeros()).ok()?;

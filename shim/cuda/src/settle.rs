@@ -1,22 +1,22 @@
 //! Asks the driver what it keeps for pools, graphs and modules, and sets their charges to that.
 //!
-//! The list is locked while it is read or written, never while the driver is called; [`tranche_shim_core::kept`] says
+//! The list is locked while it is read or written, never while the driver is called; [`tranche_shim_core::pool_charge`] says
 //! how an answer of the driver is noted in spite of that. What a pool gave back to the device is noticed when the
 //! process allocates, frees, synchronises, asks for the free memory, or would be refused.
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::kept::{Answer, Outdated, Version};
 use tranche_shim_core::physical::Id;
-use tranche_shim_core::{Entry, Kept};
+use tranche_shim_core::pool_charge::{DriverAnswer, Outdated, Version};
+use tranche_shim_core::{Entry, PoolCharge};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdevice, CUmemoryPool, CUresult};
+use crate::device::{Device, Residence};
 use crate::driver::{Call, real};
+use crate::driver_pools::{DriverPool, MOST, State};
 use crate::exports;
 use crate::process::{self, Process};
-use crate::reserves::{MOST, Reserve, State};
-use crate::share::{Device, Residence};
 use crate::stream::relaxed;
 
 /// The numbers of the attributes that say how much is reserved, and how much of that is used.
@@ -48,20 +48,20 @@ pub struct Query<'a> {
 
 impl<'a> Query<'a> {
     pub fn begin(process: &'a Process, place: usize) -> Option<Self> {
-        process.reserves.with(|reserves| {
-            let reserve = reserves.get(place)?;
-            if matches!(reserve.state, State::None | State::Ending | State::Ended) {
+        process.driver_pools.with(|pools| {
+            let pool = pools.get(place)?;
+            if matches!(pool.state, State::None | State::Ending | State::Ended) {
                 return None;
             }
-            let device = process.device_numbered(reserve.device)?;
-            reserve.calls += 1;
+            let device = process.device_numbered(pool.device)?;
+            pool.calls += 1;
             Some(Self {
                 process,
                 device,
                 place,
-                state: reserve.state,
-                pool: reserve.pool,
-                version: reserve.kept.version(),
+                state: pool.state,
+                pool: pool.handle,
+                version: pool.charge.version(),
             })
         })
     }
@@ -102,14 +102,14 @@ impl<'a> Query<'a> {
     }
 
     /// Ends it with a note in the books.
-    pub fn end<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {
-        self.process.reserves.with(|reserves| {
-            let reserve = reserves.get(self.place)?;
-            if reserve.pool != self.pool {
+    pub fn end<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
+        self.process.driver_pools.with(|pools| {
+            let pool = pools.get(self.place)?;
+            if pool.handle != self.pool {
                 return None;
             }
-            reserve.calls = reserve.calls.saturating_sub(1);
-            Some(note(&mut reserve.kept))
+            pool.calls = pool.calls.saturating_sub(1);
+            Some(note(&mut pool.charge))
         })
     }
 }
@@ -147,25 +147,25 @@ fn trim_pool(pool: CUmemoryPool, keep: u64) {
 }
 
 /// Asks the driver what a reserve has and notes it, again where the answer is outdated; `None` where that never ends, or
-/// there is no such reserve.
+/// there is no such pool.
 pub fn ask_until_noted<R>(
     process: &Process,
     place: usize,
-    mut note: impl FnMut(&mut Kept, &Device, Answer) -> Result<R, Outdated>,
+    mut note: impl FnMut(&mut PoolCharge, &Device, DriverAnswer) -> Result<R, Outdated>,
 ) -> Option<R> {
     for _ in 0..TRIES {
         let query = Query::begin(process, place)?;
         let (device, seen) = (query.device, query.version);
         let asked = query.ask();
-        let noted = query.end(|kept| {
+        let noted = query.end(|charge| {
             // Where the driver does not say, it has all that was charged.
-            let now = asked.unwrap_or(kept.covered()).max(kept.floor());
-            let found = Answer {
+            let now = asked.unwrap_or(charge.covered()).max(charge.floor());
+            let found = DriverAnswer {
                 seen,
                 now: device.taken_by(now),
-                least: device.taken_by(kept.least()),
+                least: device.taken_by(charge.least()),
             };
-            note(kept, device, found)
+            note(charge, device, found)
         })?;
         if let Ok(done) = noted {
             return Some(done);
@@ -176,12 +176,13 @@ pub fn ask_until_noted<R>(
 
 /// Brings a charge to what the driver has.
 pub fn settle(process: &Process, place: usize) {
-    let settled = ask_until_noted(process, place, |kept, device, found| {
+    let settled = ask_until_noted(process, place, |charge, device, found| {
         let reserve = |more| {
             let granted = process.reserve_in_parts(device, Residence::Gpu, 0, more);
             granted.unwrap_or(0)
         };
-        kept.settle(found, reserve)
+        charge
+            .settle(found, reserve)
             .map(|surplus| (device.number, surplus))
     });
     if let Some((device, surplus)) = settled {
@@ -208,13 +209,13 @@ pub fn settle_after(driver: Call<'_>) -> CUresult {
 
 /// Settles those whose turn it is.
 pub fn settle_some(process: &Process) {
-    if !process.has_reserves.load(Ordering::Relaxed) {
+    if !process.has_driver_pools.load(Ordering::Relaxed) {
         return;
     }
     let mut first = None;
     for _ in 0..IN_TURN {
-        let next = process.reserves.with(|reserves| {
-            let next = reserves.next_in_turn()?;
+        let next = process.driver_pools.with(|pools| {
+            let next = pools.next_in_turn()?;
             (first != Some(next)).then_some(next)
         });
         let Some(place) = next else {
@@ -227,8 +228,8 @@ pub fn settle_some(process: &Process) {
 
 /// Settles all.
 pub fn settle_all(process: &Process) {
-    if process.has_reserves.load(Ordering::Relaxed) {
-        for place in process.reserves.with(|reserves| reserves.places()) {
+    if process.has_driver_pools.load(Ordering::Relaxed) {
+        for place in process.driver_pools.with(|pools| pools.places()) {
             settle(process, place);
         }
     }
@@ -239,7 +240,7 @@ pub fn settle_all(process: &Process) {
 #[cold]
 #[inline(never)]
 pub fn wait_for_frees(process: &Process) -> bool {
-    if !process.has_reserves.load(Ordering::Relaxed)
+    if !process.has_driver_pools.load(Ordering::Relaxed)
         || process.launches.captures.load(Ordering::Relaxed) != 0
     {
         return false;
@@ -254,11 +255,11 @@ pub fn wait_for_frees(process: &Process) -> bool {
 #[cold]
 #[inline(never)]
 pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
-    if !process.has_reserves.load(Ordering::Relaxed) {
+    if !process.has_driver_pools.load(Ordering::Relaxed) {
         return false;
     }
     let mut missing = bytes;
-    for place in process.reserves.with(|reserves| reserves.places()) {
+    for place in process.driver_pools.with(|pools| pools.places()) {
         if missing == 0 {
             break;
         }
@@ -276,21 +277,21 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
 
 /// Trims a reserve by `bytes`; returns by how much less it is charged.
 pub fn trim_one(process: &Process, place: usize, query: Query<'_>, bytes: u64) -> u64 {
-    let begun = process.reserves.with(|reserves| {
-        let kept = &mut reserves.get(place)?.kept;
-        let before = kept.charged();
-        (before > 0).then(|| (before, kept.begin_trim(bytes)))
+    let begun = process.driver_pools.with(|pools| {
+        let charge = &mut pools.get(place)?.charge;
+        let before = charge.charged();
+        (before > 0).then(|| (before, charge.begin_trim(bytes)))
     });
     let Some((before, keep)) = begun else {
         query.end(|_| ());
         return 0;
     };
     query.trim(keep);
-    query.end(Kept::end_trim);
+    query.end(PoolCharge::end_trim);
     settle(process, place);
     let after = process
-        .reserves
-        .with(|reserves| reserves.get(place).map_or(0, |found| found.kept.charged()));
+        .driver_pools
+        .with(|pools| pools.get(place).map_or(0, |found| found.charge.charged()));
     before.saturating_sub(after)
 }
 
@@ -305,7 +306,7 @@ pub fn entry(device: u8, place: usize, bytes: u64) -> Entry {
 }
 
 /// The reserve that an entry is of. No context's handle is that small.
-pub fn reserve_of(entry: Entry) -> Option<usize> {
+pub fn driver_pool_of(entry: Entry) -> Option<usize> {
     let place = usize::try_from(entry.context).ok()?.checked_sub(1)?;
     (place < MOST).then_some(place)
 }
@@ -314,13 +315,13 @@ pub fn reserve_of(entry: Entry) -> Option<usize> {
 #[cold]
 #[inline(never)]
 pub fn freed(process: &Process, place: usize, bytes: u64) {
-    let ended = process.reserves.with(|reserves| {
-        let reserve = reserves.get(place)?;
-        reserve.kept.free(bytes);
-        let is_over = reserve.state == State::Ended && reserve.kept.live() == 0;
-        let over = is_over.then_some(*reserve);
+    let ended = process.driver_pools.with(|pools| {
+        let pool = pools.get(place)?;
+        pool.charge.free(bytes);
+        let is_over = pool.state == State::Ended && pool.charge.live() == 0;
+        let over = is_over.then_some(*pool);
         if is_over {
-            reserves.remove(place);
+            pools.remove(place);
         }
         over
     });
@@ -333,8 +334,8 @@ pub fn freed(process: &Process, place: usize, bytes: u64) {
 /// A device's modules or graphs need `bytes` less from now on.
 pub fn lower_floor(process: &Process, state: State, device: &Device, bytes: u64) {
     let place = process
-        .reserves
-        .with(|reserves| reserves.of_device(state, device.number));
+        .driver_pools
+        .with(|pools| pools.of_device(state, device.number));
     if let Some(place) = place {
         lower_floor_at(process, place, bytes);
     }
@@ -342,9 +343,9 @@ pub fn lower_floor(process: &Process, state: State, device: &Device, bytes: u64)
 
 /// The same of the reserve at a place.
 pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
-    process.reserves.with(|reserves| {
-        if let Some(reserve) = reserves.get(place) {
-            reserve.kept.lower_floor(bytes);
+    process.driver_pools.with(|pools| {
+        if let Some(pool) = pools.get(place) {
+            pool.charge.lower_floor(bytes);
         }
     });
     settle(process, place);
@@ -367,14 +368,14 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
         set_state(process, place, State::Pool);
         return result;
     }
-    let ended = process.reserves.with(|reserves| {
-        let reserve = reserves.get(place)?;
-        let ended = *reserve;
-        if ended.kept.live() > 0 {
-            reserve.state = State::Ended;
+    let ended = process.driver_pools.with(|pools| {
+        let pool = pools.get(place)?;
+        let ended = *pool;
+        if ended.charge.live() > 0 {
+            pool.state = State::Ended;
             return None;
         }
-        reserves.remove(place);
+        pools.remove(place);
         Some(ended)
     });
     if let Some(ended) = ended {
@@ -384,8 +385,8 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
 }
 
 /// Returns the charge of a pool that has ended; that of what its descriptors keep is returned when they are closed.
-fn give_up(process: &Process, ended: &Reserve) {
-    let charged = ended.kept.covered();
+fn give_up(process: &Process, ended: &DriverPool) {
+    let charged = ended.charge.covered();
     let Some(exported) = ended.exported else {
         release(process, ended.device, charged);
         return;
@@ -399,29 +400,29 @@ fn give_up(process: &Process, ended: &Reserve) {
 
 /// Holds what a pool's descriptors keep of it, for one more of them.
 pub fn hold_exported(process: &Process, place: usize) -> Option<Id> {
-    process.reserves.with(|reserves| {
-        let reserve = reserves.get(place)?;
+    process.driver_pools.with(|pools| {
+        let pool = pools.get(place)?;
         process.physical.with(|physical| {
-            let known = match reserve.exported {
+            let known = match pool.exported {
                 Some(known) => known,
-                None => physical.create_without_handle(0, reserve.device).ok()?,
+                None => physical.create_without_handle(0, pool.device).ok()?,
             };
-            reserve.exported = Some(known);
+            pool.exported = Some(known);
             physical.hold_id(known)
         })
     })
 }
 
 fn set_state(process: &Process, place: usize, state: State) {
-    process.reserves.with(|reserves| {
-        if let Some(reserve) = reserves.get(place) {
-            reserve.state = state;
+    process.driver_pools.with(|pools| {
+        if let Some(pool) = pools.get(place) {
+            pool.state = state;
         }
     });
 }
 
 fn calls(process: &Process, place: usize) -> u32 {
     process
-        .reserves
-        .with(|reserves| reserves.get(place).map_or(0, |reserve| reserve.calls))
+        .driver_pools
+        .with(|pools| pools.get(place).map_or(0, |pool| pool.calls))
 }

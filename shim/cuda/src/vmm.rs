@@ -16,11 +16,11 @@ use crate::abi::{
     CUmemGenericAllocationHandle as Handle, CUresult,
 };
 use crate::charge::{Reserved, charge, let_go};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::keys::{Kind, key};
 use crate::process::{self, Process};
-use crate::share::Device;
 
 /// Creates physical memory.
 pub fn create(

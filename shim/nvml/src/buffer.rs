@@ -1,6 +1,6 @@
 //! Buffers for lists of unknown length: a mapping that lives as long as a call.
 
-use tranche_shim_runtime::shares;
+use tranche_shim_runtime::container_shares;
 use tranche_shim_runtime::sys::{self, Mapping};
 
 use crate::abi::{Plain, Return};
@@ -23,7 +23,7 @@ impl<T: Plain> Buffer<T> {
                 entries: core::marker::PhantomData,
             }),
             Some(Err(errno)) => {
-                let _ = shares::refuse_memory(errno);
+                let _ = container_shares::refuse_memory(errno);
                 Err(Return::MEMORY)
             }
             None => Err(Return::MEMORY),

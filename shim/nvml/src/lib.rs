@@ -23,13 +23,13 @@ mod buffer;
 mod driver;
 mod memory;
 mod processes;
-mod share;
+mod users;
 mod utilization;
 
 use core::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares;
+use tranche_shim_runtime::container_shares;
 
 use crate::abi::{
     AccountingStatsV2, Bar1Memory, Device, DynamicPstates, Enumeration, GpmSupport, Memory,
@@ -138,7 +138,7 @@ fn initialise(driver: impl FnOnce() -> Return) -> Return {
     if !DRIVER.open() {
         return Return::LIBRARY_NOT_FOUND;
     }
-    match shares::each(&mut |_| Ok(())) {
+    match container_shares::each(&mut |_| Ok(())) {
         Ok(()) => driver(),
         Err(Refused) => Return::NO_PERMISSION,
     }

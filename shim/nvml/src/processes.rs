@@ -13,7 +13,7 @@ use crate::abi::{
 };
 use crate::buffer::Buffer;
 use crate::driver::typed;
-use crate::share::{Process, Users};
+use crate::users::{Process, Users};
 
 /// The partition of a process in a list: none.
 const NO_INSTANCE: c_uint = c_uint::MAX;

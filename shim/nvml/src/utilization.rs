@@ -16,7 +16,7 @@ use crate::abi::{
 use crate::buffer::Buffer;
 use crate::driver::{index, typed};
 use crate::processes::put;
-use crate::share::Users;
+use crate::users::Users;
 
 /// The period of the driver's samples that are read, in microseconds: the same as for the driver's
 /// own percentages.

@@ -5,7 +5,7 @@ use core::ffi::CStr;
 use tranche_shim_core::{Account, paths};
 
 use crate::complain::Refused;
-use crate::shares::{Name, Share};
+use crate::container_shares::{Name, Share};
 use crate::sys::{self, Errno, File, Mapping, NotMapped};
 
 /// A mapped account.

@@ -6,7 +6,7 @@ use tranche_shim_core::GpuUuid;
 use tranche_shim_core::layout::SLOTS;
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::{accounts, shares};
+use tranche_shim_runtime::{accounts, container_shares};
 
 use crate::abi::{Device, Plain, Return};
 use crate::buffer::Buffer;
@@ -37,7 +37,7 @@ pub fn refuse(device: Device, gpu: GpuUuid) -> Refused {
     if result == Return::SUCCESS && current == 1 {
         return Refused;
     }
-    shares::refuse_gpu(gpu)
+    container_shares::refuse_gpu(gpu)
 }
 
 /// One process of the container's shares.
@@ -70,7 +70,7 @@ impl Users {
             len: 0,
             cores: 0,
         };
-        shares::each(&mut |share| {
+        container_shares::each(&mut |share| {
             if share.gpu == gpu {
                 known = true;
                 capped &= share.limit.is_some();

@@ -4,7 +4,7 @@ use tranche_shim_core::compute::{Bucket, RefillPage};
 use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex, paths};
 use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares::{BLOCK, Name, Share};
+use tranche_shim_runtime::container_shares::{BLOCK, Name, Share};
 use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation};
@@ -58,7 +58,7 @@ pub enum Residence {
 }
 
 /// A share in whose accounts this process has a slot.
-pub struct Held {
+pub struct JoinedShare {
     /// What its processes hold, wherever it lies.
     memory: Slot,
     /// Where the GPU's memory is oversubscribed: what they hold of memory that cannot move, which is a part of that.
@@ -160,7 +160,7 @@ impl Slot {
     }
 }
 
-impl Held {
+impl JoinedShare {
     /// Takes a slot in the accounts of a share of `memory` bytes, and beside them `context` for a
     /// context that costs nothing.
     pub fn take(share: &Share, memory: u64, context: u64) -> Result<Self, Refused> {
@@ -314,10 +314,10 @@ impl Held {
     }
 
     /// What programs see of it: without the first context.
-    pub fn visible(&self) -> Cap {
+    pub fn visible(&self) -> VisibleMemory {
         let total = self.memory.limit - self.context;
         let used = self.account().used().saturating_sub(self.context);
-        Cap {
+        VisibleMemory {
             total,
             free: total.saturating_sub(used),
         }
@@ -455,7 +455,7 @@ impl Device {
 
 /// How much memory a device seems to have.
 #[derive(Clone, Copy)]
-pub struct Cap {
+pub struct VisibleMemory {
     /// In bytes.
     pub total: u64,
     /// In bytes, of the total.

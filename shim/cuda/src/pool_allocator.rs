@@ -10,33 +10,33 @@
 //! By how much a pool grows at a time is known after its first growth. That first growth may exceed the charge, if there
 //! is room for the allocation but not for the growth, until the allocation is freed again and the pool is trimmed.
 //!
-//! Graphs work in the same way: their memory nodes share one reserve per device. The driver may grow it when a node is
+//! Graphs work in the same allocation: their memory nodes share one reserve per device. The driver may grow it when a node is
 //! made or at the first launch. So it is charged with at least the sizes of all memory nodes of all executable graphs,
 //! and a launch needs no check.
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::Kept;
-use tranche_shim_core::kept::{MOST_STEP, OnItsWay};
+use tranche_shim_core::PoolCharge;
 use tranche_shim_core::physical::Id;
+use tranche_shim_core::pool_charge::{MOST_STEP, PendingAllocation};
 
 use crate::abi::{CUmemoryPool, CUresult};
 use crate::charge::Reserved;
+use crate::device::{Device, Residence};
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::process::Process;
-use crate::reserves::State;
 use crate::settle::{self, Query, entry};
-use crate::share::{Device, Residence};
 
 /// A reserve that something is allocated from.
 #[derive(Clone, Copy)]
-pub struct Source {
+pub struct PoolAllocator {
     pub process: &'static Process,
     pub device: &'static Device,
     place: usize,
 }
 
-impl Source {
+impl PoolAllocator {
     /// The graphs of a device.
     pub fn graphs(process: &'static Process, device: &'static Device) -> Result<Self, CUresult> {
         Self::of_device(State::Graphs, process, device)
@@ -49,8 +49,8 @@ impl Source {
         device: &'static Device,
     ) -> Result<Self, CUresult> {
         let place = process
-            .reserves
-            .with(|reserves| reserves.of_device(state, device.number));
+            .driver_pools
+            .with(|pools| pools.of_device(state, device.number));
         match state {
             State::Modules | State::Code => Self::new(process, device, place),
             _ => Self::at(process, device, place),
@@ -64,8 +64,8 @@ impl Source {
         pool: CUmemoryPool,
     ) -> Result<Self, CUresult> {
         let place = process
-            .reserves
-            .with(|reserves| reserves.of_pool(pool, device.number));
+            .driver_pools
+            .with(|pools| pools.of_pool(pool, device.number));
         Self::at(process, device, place)
     }
 
@@ -75,7 +75,7 @@ impl Source {
         device: &'static Device,
         place: Option<usize>,
     ) -> Result<Self, CUresult> {
-        process.has_reserves.store(true, Ordering::Relaxed);
+        process.has_driver_pools.store(true, Ordering::Relaxed);
         Self::new(process, device, place)
     }
 
@@ -106,28 +106,28 @@ impl Source {
         settle::hold_exported(self.process, self.place)
     }
 
-    fn with<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {
+    fn with<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
         self.process
-            .reserves
-            .with(|reserves| reserves.get(self.place).map(|found| note(&mut found.kept)))
+            .driver_pools
+            .with(|pools| pools.get(self.place).map(|found| note(&mut found.charge)))
     }
 
     /// Reserves for `bytes` more, asks the driver, and charges the result. Where the driver
     /// took more than there is room for, `undo` is called.
     pub fn grow(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
-        let way = match self.begin(self.device.taken_by(bytes)) {
-            Ok(way) => way,
+        let allocation = match self.begin(self.device.taken_by(bytes)) {
+            Ok(allocation) => allocation,
             Err(code) => return code,
         };
         let result = driver.make();
-        let is_covered = self.arrive(way);
+        let is_covered = self.finish(allocation);
         if result.is_ok() && is_covered {
             return result;
         }
         if result.is_ok() {
             undo.make();
         }
-        self.with(|kept| kept.undo(way));
+        self.with(|charge| charge.undo(allocation));
         if !is_covered && let Some(query) = Query::begin(self.process, self.place) {
             settle::trim_one(self.process, self.place, query, 0);
         }
@@ -139,9 +139,10 @@ impl Source {
     }
 
     /// Reserves for an allocation of so many bytes (whole blocks), or claims what the reserve has.
-    fn begin(self, bytes: u64) -> Result<OnItsWay, CUresult> {
+    fn begin(self, bytes: u64) -> Result<PendingAllocation, CUresult> {
         let (process, device) = (self.process, self.device);
-        let unknown = |kept: &mut Kept| (kept.growth_of(bytes, MOST_STEP), kept.has_grown());
+        let unknown =
+            |charge: &mut PoolCharge| (charge.growth_of(bytes, MOST_STEP), charge.has_grown());
         let (most, has_grown) = self.with(unknown).ok_or(CUresult::OUT_OF_MEMORY)?;
         // By how much a reserve grows is unknown until it has grown once.
         let least = if has_grown { most } else { bytes };
@@ -151,8 +152,8 @@ impl Source {
         if let Some(reserved) = process.reserve_what_is_free(device, Residence::Gpu, least, most) {
             return self.begin_with(bytes, reserved);
         }
-        if let Some(way) = self.claim(bytes) {
-            return Ok(way);
+        if let Some(allocation) = self.claim(bytes) {
+            return Ok(allocation);
         }
         let granted = process
             .reserve_by_trimming(device, Residence::Gpu, least, most)
@@ -163,8 +164,8 @@ impl Source {
         }
     }
 
-    fn begin_with(self, bytes: u64, reserved: u64) -> Result<OnItsWay, CUresult> {
-        self.with(|kept| kept.begin(bytes, reserved))
+    fn begin_with(self, bytes: u64, reserved: u64) -> Result<PendingAllocation, CUresult> {
+        self.with(|charge| charge.begin(bytes, reserved))
             .ok_or_else(|| {
                 self.process.release(self.device, reserved);
                 CUresult::OUT_OF_MEMORY
@@ -172,10 +173,12 @@ impl Source {
     }
 
     /// What the pool has and does not use, also in blocks that it uses in part.
-    fn claim(self, bytes: u64) -> Option<OnItsWay> {
+    fn claim(self, bytes: u64) -> Option<PendingAllocation> {
         let query = Query::begin(self.process, self.place)?;
         let (seen, asked) = (query.version, query.ask_both());
-        query.end(|kept| kept.claim(seen, asked?, bytes)).flatten()
+        query
+            .end(|charge| charge.claim(seen, asked?, bytes))
+            .flatten()
     }
 
     /// The allocation alone, for which the driver says that the pool has room.
@@ -191,21 +194,21 @@ impl Source {
     }
 
     /// Charges the result of an allocation; returns whether there was room for it.
-    fn arrive(self, way: OnItsWay) -> bool {
+    fn finish(self, allocation: PendingAllocation) -> bool {
         let (process, device) = (self.process, self.device);
-        let arrived = settle::ask_until_noted(process, self.place, |kept, _, answer| {
-            kept.arrive(way, answer, device.block, |more| {
+        let finished = settle::ask_until_noted(process, self.place, |charge, _, answer| {
+            charge.finish(allocation, answer, device.block, |more| {
                 // Without a search for room in pools: their list is locked.
                 process
                     .reserve_in_parts(device, Residence::Gpu, more, more)
                     .is_some()
             })
         });
-        if let Some(arrived) = arrived {
-            process.release(device, arrived.surplus);
-            arrived.is_covered
+        if let Some(finished) = finished {
+            process.release(device, finished.surplus);
+            finished.is_covered
         } else {
-            self.with(|kept| kept.arrive_unseen(way));
+            self.with(|charge| charge.finish_unanswered(allocation));
             true
         }
     }
@@ -216,20 +219,20 @@ impl Source {
         let to_blocks = |bytes| self.device.taken_by(bytes);
         // Before the driver is asked, so that another that raises it meanwhile counts on nothing that this one needs.
         let missing = self
-            .with(|kept| kept.await_floor(bytes, to_blocks))
+            .with(|charge| charge.await_floor(bytes, to_blocks))
             .unwrap_or(bytes);
         let reserved = match Reserved::new(self.process, self.device, missing, missing) {
             Ok(reserved) => reserved.keep(),
             Err(code) => {
-                self.with(|kept| kept.abandon_floor(bytes));
+                self.with(|charge| charge.abandon_floor(bytes));
                 settle::settle(self.process, self.place);
                 return code;
             }
         };
-        let way = self.with(|kept| kept.begin_floor(bytes, reserved));
+        let allocation = self.with(|charge| charge.begin_floor(bytes, reserved));
         let result = driver.make();
-        if let Some(way) = way {
-            self.arrive(way);
+        if let Some(allocation) = allocation {
+            self.finish(allocation);
         }
         if !result.is_ok() {
             settle::lower_floor_at(self.process, self.place, bytes);

@@ -1,14 +1,14 @@
 //! The list of what the driver keeps: pools, and each device's graphs, modules' variables and modules' code.
 
-use tranche_shim_core::Kept;
+use tranche_shim_core::PoolCharge;
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_core::physical::Id;
 
 use crate::abi::CUmemoryPool;
 
 /// The list of a process. All zeros means an empty list.
-pub struct Reserves {
-    list: [Reserve; MOST],
+pub struct DriverPools {
+    list: [DriverPool; MOST],
     /// Places that were ever used.
     count: usize,
     /// Odd while a device's current pool changes; grows with every change.
@@ -19,13 +19,13 @@ pub struct Reserves {
 
 /// One entry of the list. All zeros means an unused entry.
 #[derive(Clone, Copy)]
-pub struct Reserve {
+pub struct DriverPool {
     pub state: State,
     /// Which of the process's devices it lies on.
     pub device: u8,
     /// The pool's handle.
-    pub pool: CUmemoryPool,
-    pub kept: Kept,
+    pub handle: CUmemoryPool,
+    pub charge: PoolCharge,
     /// What descriptors of the pool keep after its destruction.
     pub exported: Option<Id>,
     /// Calls of the driver under way that name the pool.
@@ -58,11 +58,11 @@ pub const MOST: usize = 1024;
 const FIRST_POOL: usize = OF_DEVICE * MAX_SHARES;
 const OF_DEVICE: usize = 3;
 
-impl Reserves {
-    pub fn get(&mut self, place: usize) -> Option<&mut Reserve> {
+impl DriverPools {
+    pub fn get(&mut self, place: usize) -> Option<&mut DriverPool> {
         self.list
             .get_mut(place)
-            .filter(|reserve| reserve.state != State::None)
+            .filter(|pool| pool.state != State::None)
     }
 
     /// The place of a device's graphs, variables or code.
@@ -84,11 +84,11 @@ impl Reserves {
     pub fn of_pool(&mut self, pool: CUmemoryPool, device: u8) -> Option<usize> {
         let used = self.count.max(FIRST_POOL);
         let pools = self.list.get(FIRST_POOL..used)?;
-        let is_it = |found: &Reserve| found.state == State::Pool && found.pool == pool;
+        let is_it = |found: &DriverPool| found.state == State::Pool && found.handle == pool;
         if let Some(nth) = pools.iter().position(is_it) {
             return Some(FIRST_POOL + nth);
         }
-        let is_free = |found: &Reserve| found.state == State::None;
+        let is_free = |found: &DriverPool| found.state == State::None;
         let place = match pools.iter().position(is_free) {
             Some(nth) => FIRST_POOL + nth,
             None if used < MOST => used,
@@ -100,11 +100,11 @@ impl Reserves {
 
     fn set(&mut self, place: usize, state: State, device: u8, pool: CUmemoryPool) {
         self.count = self.count.max(place + 1);
-        self.list[place] = Reserve {
+        self.list[place] = DriverPool {
             state,
             device,
-            pool,
-            kept: Kept::default(),
+            handle: pool,
+            charge: PoolCharge::default(),
             exported: None,
             calls: 0,
             before: 0,
@@ -129,13 +129,13 @@ impl Reserves {
         self.at(last).after = own;
     }
 
-    fn at(&mut self, number: u32) -> &mut Reserve {
+    fn at(&mut self, number: u32) -> &mut DriverPool {
         &mut self.list[number as usize - 1]
     }
 
     /// Removes a reserve that has ended.
     pub fn remove(&mut self, place: usize) {
-        let Reserve { before, after, .. } = self.list[place];
+        let DriverPool { before, after, .. } = self.list[place];
         if before != 0 {
             self.at(before).after = after;
             self.at(after).before = before;

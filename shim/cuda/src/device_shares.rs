@@ -3,8 +3,8 @@
 use tranche_shim_core::compute::Bucket;
 use tranche_shim_core::{Freed, Physical};
 
+use crate::device::{Device, JoinedShare, Residence, VisibleMemory};
 use crate::process::Process;
-use crate::share::{Cap, Device, Held, Residence};
 
 impl Process {
     /// Reserves from the device's shares in turn until it is enough; otherwise nothing.
@@ -110,19 +110,19 @@ impl Process {
 
     /// The share of a device that has most of its GPU time left at `now`; `None` where none is held
     /// back.
-    pub fn bucket(&self, device: &Device, now: u64) -> Option<(&Held, Bucket)> {
+    pub fn bucket(&self, device: &Device, now: u64) -> Option<(&JoinedShare, Bucket)> {
         self.shares(device)
             .map(|share| (share, share.bucket(now)))
             .max_by_key(|(share, bucket)| bucket.left(share.account()))
     }
 
     /// The sum of the device's caps and what is left of them, in bytes.
-    pub fn cap(&self, device: &Device) -> Cap {
+    pub fn cap(&self, device: &Device) -> VisibleMemory {
         if let Some((_, share)) = self.sole() {
             share.reclaim();
             return share.visible();
         }
-        let mut cap = Cap { total: 0, free: 0 };
+        let mut cap = VisibleMemory { total: 0, free: 0 };
         for share in self.shares(device) {
             share.reclaim();
             let visible = share.visible();
