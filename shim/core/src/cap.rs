@@ -25,11 +25,11 @@ use crate::uuid::GpuUuid;
 /// Bytes of a cap page.
 pub const LEN: usize = 4096;
 
-/// Bytes of a cap page that say what the limits are, their checksum included. The compute share's
-/// refill follows, which the node writes repeatedly: see [`crate::compute::refill`].
+/// Bytes of a cap page for the limits, including their checksum. The compute share's refill follows, which
+/// the node writes repeatedly: see [`crate::compute::refill`].
 pub const LIMITS_LEN: usize = 1024;
 
-/// The layout's version: the same as the account page's, because a claim has both.
+/// The layout's version. The account page has the same, because a claim has both.
 pub const ABI: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"TRANCHEC";
@@ -51,7 +51,7 @@ const UUID_LEN: usize = 64;
 const CLAIM_LEN: usize = 64;
 const KEY_LEN: usize = 256;
 
-/// What happens to GPU time that the share does not use, or would take beyond its cores.
+/// Whether a share may use more GPU time than its cores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ComputePolicy {
     /// Never more than the cores, even on an idle GPU.
@@ -145,7 +145,7 @@ impl<'a> CapPage<'a> {
         Ok(page)
     }
 
-    /// Reads a page's bytes; refuses whatever [`encode`](Self::encode) would not have written.
+    /// Reads a page's bytes; refuses a page that [`encode`](Self::encode) cannot have written.
     pub fn decode(page: &'a [u8]) -> Result<Self, PageError> {
         if page.len() != LEN {
             return Err(PageError::Length {
@@ -208,8 +208,8 @@ impl<'a> CapPage<'a> {
         self.resident_limit.is_none_or(|bytes| bytes <= limit)
     }
 
-    /// The GPU's UUID as 16 bytes; `None` where [`gpu_uuid`](Self::gpu_uuid) is none, which a
-    /// decoded page's never is.
+    /// The GPU's UUID as 16 bytes; `None` if [`gpu_uuid`](Self::gpu_uuid) is invalid, which never happens in a
+    /// decoded page.
     #[must_use]
     pub fn gpu(&self) -> Option<GpuUuid> {
         GpuUuid::parse(self.gpu_uuid)

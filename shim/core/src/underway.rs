@@ -1,12 +1,12 @@
-//! Calls of one kind that are under way, in one word: whether one of them was alone from its beginning to its end,
-//! and which one is the last.
+//! Calls of one kind that are in progress, in one word. It tells whether a call was alone from its beginning to its end,
+//! and which call is the last.
 //!
-//! The driver is called without a lock, so the order in which it carries out two calls at once is unknown. Who was
-//! alone knows what the driver's state is now; who was not assumes the worse.
+//! The driver is called without a lock, so the order in which it executes two concurrent calls is unknown. A caller that
+//! was alone knows the driver's state after its call; any other caller assumes the worst case.
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// The calls. All zeros is none.
+/// The calls. All zeros means no calls.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Underway(AtomicU64);
@@ -19,7 +19,7 @@ pub struct Begun {
     was_alone: bool,
 }
 
-/// The calls at an instant.
+/// The calls that were observed at an instant.
 #[derive(Clone, Copy, Debug)]
 pub struct Seen(u64);
 
@@ -33,7 +33,7 @@ impl Underway {
         Self(AtomicU64::new(0))
     }
 
-    /// A call begins.
+    /// Begins a call.
     pub fn begin(&self) -> Begun {
         let before = self.0.fetch_add(EVENT + 1, Ordering::AcqRel);
         Begun {
@@ -42,18 +42,18 @@ impl Underway {
         }
     }
 
-    /// It ends; whether no other was under way at any time between.
+    /// Ends a call; returns whether no other one was in progress at any time since it began.
     pub fn end(&self, begun: &Begun) -> bool {
         let before = self.0.fetch_add(EVENT - 1, Ordering::AcqRel);
         begun.was_alone && before == begun.at
     }
 
-    /// Ends a call, whatever the others do.
+    /// Ends a call, whether or not it was alone.
     pub fn leave(&self) {
         self.0.fetch_add(EVENT - 1, Ordering::AcqRel);
     }
 
-    /// Whether any is under way.
+    /// Whether a call is in progress.
     pub fn any(&self) -> bool {
         self.0.load(Ordering::Acquire) & COUNT != 0
     }
@@ -63,7 +63,7 @@ impl Underway {
         Seen(self.0.load(Ordering::Acquire))
     }
 
-    /// Ends a call where no other began or ended since then.
+    /// Ends a call if no other one began or ended since then.
     pub fn end_if_unchanged(&self, seen: Seen) -> bool {
         self.0
             .compare_exchange(
