@@ -1,4 +1,5 @@
-//! The list of what the driver keeps: pools, and each device's graphs, modules' variables and modules' code.
+//! The list of the memory that the driver keeps: memory pools, and for each device its graphs, its modules' variables and
+//! its modules' code. Each entry is treated as a pool.
 
 use tranche_shim_core::PoolCharge;
 use tranche_shim_core::paths::MAX_SHARES;
@@ -13,7 +14,7 @@ pub struct DriverPools {
     count: usize,
     /// Odd while a device's current pool changes; grows with every change.
     pub switches: u64,
-    /// One of those that the driver is asked about in turn, which form a ring; its place and 1, 0 for none.
+    /// The pools about which the driver is asked in turn form a ring. This is the next one: its place + 1, or 0 for none.
     next: u32,
 }
 
@@ -21,14 +22,14 @@ pub struct DriverPools {
 #[derive(Clone, Copy)]
 pub struct DriverPool {
     pub state: State,
-    /// Which of the process's devices it lies on.
+    /// The number of its device.
     pub device: u8,
     /// The pool's handle.
     pub handle: CUmemoryPool,
     pub charge: PoolCharge,
-    /// What descriptors of the pool keep after its destruction.
+    /// The memory that descriptors of the pool keep after it was destroyed.
     pub exported: Option<Id>,
-    /// Calls of the driver under way that name the pool.
+    /// Calls of the driver in progress that use the pool.
     pub calls: u32,
     /// Its neighbours in the ring.
     before: u32,
@@ -41,7 +42,7 @@ pub enum State {
     None = 0,
     Pool,
     Graphs,
-    /// The variables of a device's modules; their charge is their floor.
+    /// The variables of a device's modules. The floor is their charge.
     Modules,
     /// The code of a device's modules, charged in the same way. The driver puts it into blocks of its own.
     Code,
@@ -51,10 +52,10 @@ pub enum State {
     Ended,
 }
 
-/// The most reserves of a process; further pools are refused.
+/// The most entries of a process; further pools are refused.
 pub const MOST: usize = 1024;
 
-/// The first places are those of the devices' graphs, variables and code.
+/// The first places are for the devices' graphs, variables and code.
 const FIRST_POOL: usize = OF_DEVICE * MAX_SHARES;
 const OF_DEVICE: usize = 3;
 
@@ -115,7 +116,7 @@ impl DriverPools {
         }
     }
 
-    /// Puts a place into the ring, as the last in turn.
+    /// Adds a place to the ring, as the last in turn.
     fn link(&mut self, place: usize) {
         let own = number(place);
         if self.next == 0 {
@@ -133,7 +134,7 @@ impl DriverPools {
         &mut self.list[number as usize - 1]
     }
 
-    /// Removes a reserve that has ended.
+    /// Removes a pool that has ended.
     pub fn remove(&mut self, place: usize) {
         let DriverPool { before, after, .. } = self.list[place];
         if before != 0 {
@@ -147,7 +148,7 @@ impl DriverPools {
         self.list[place].state = State::None;
     }
 
-    /// The next whose memory the driver is asked about.
+    /// The next pool about which the driver is asked.
     pub fn next_in_turn(&mut self) -> Option<usize> {
         let place = (self.next as usize).checked_sub(1)?;
         self.next = self.list[place].after;

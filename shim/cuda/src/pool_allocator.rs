@@ -1,5 +1,5 @@
-//! Allocates from a pool or from the graphs' memory: reserves by how much it may grow, asks the driver, and charges by
-//! how much it grew.
+//! Allocates from a pool or from the graphs' memory: reserves the most by which the pool may grow, asks the driver, and
+//! charges by how much it grew.
 //!
 //! ```text
 //!  reserve the allocation, rounded up ─► driver ─► what has the pool now? ─► charge that, give back the rest
@@ -7,12 +7,12 @@
 //!             └─ nothing: trim this process's pools by as much as is missing ─► still full: out of memory
 //! ```
 //!
-//! By how much a pool grows at a time is known after its first growth. That first growth may exceed the charge, if there
-//! is room for the allocation but not for the growth, until the allocation is freed again and the pool is trimmed.
+//! The step by which a pool grows is known after its first growth. If there is room for the allocation but not for the
+//! first growth, the pool exceeds its charge until the allocation is freed again and the pool is trimmed.
 //!
-//! Graphs work in the same allocation: their memory nodes share one reserve per device. The driver may grow it when a node is
-//! made or at the first launch. So it is charged with at least the sizes of all memory nodes of all executable graphs,
-//! and a launch needs no check.
+//! Graphs work in the same way: the memory nodes of a device share one pool. The driver may grow it when a node is
+//! created or at the first launch. So at least the sizes of all memory nodes of all executable graphs are charged, and a
+//! launch needs no check.
 
 use core::sync::atomic::Ordering;
 
@@ -28,7 +28,7 @@ use crate::driver_pools::State;
 use crate::process::Process;
 use crate::settle::{self, Query, entry};
 
-/// A reserve that something is allocated from.
+/// Allocates from one pool.
 #[derive(Clone, Copy)]
 pub struct PoolAllocator {
     pub process: &'static Process,
@@ -42,7 +42,8 @@ impl PoolAllocator {
         Self::of_device(State::Graphs, process, device)
     }
 
-    /// What the driver keeps for a device beside its pools. It can be asked about graphs, not about modules.
+    /// The memory that the driver keeps for a device beside its pools. The driver can be asked about graphs, but not about
+    /// modules.
     pub fn of_device(
         state: State,
         process: &'static Process,
@@ -69,7 +70,7 @@ impl PoolAllocator {
         Self::at(process, device, place)
     }
 
-    /// The reserve at a place, which the driver can be asked about.
+    /// The pool at a place, about which the driver can be asked.
     pub fn at(
         process: &'static Process,
         device: &'static Device,
@@ -91,17 +92,17 @@ impl PoolAllocator {
         })
     }
 
-    /// A table's entry for an allocation of `bytes` of it.
+    /// A table's entry for an allocation of `bytes` from the pool.
     pub fn entry(self, bytes: u64) -> tranche_shim_core::Entry {
         entry(self.device.number, self.place, self.device.taken_by(bytes))
     }
 
-    /// A table's entry for the reserve itself.
+    /// A table's entry for the pool itself.
     pub fn own_entry(self) -> tranche_shim_core::Entry {
         entry(self.device.number, self.place, 0)
     }
 
-    /// Holds what a pool's descriptors keep of it, for one more of them.
+    /// Holds the memory that the pool's descriptors keep, for one more descriptor.
     pub fn hold_exported(self) -> Option<Id> {
         settle::hold_exported(self.process, self.place)
     }
@@ -112,8 +113,8 @@ impl PoolAllocator {
             .with(|pools| pools.get(self.place).map(|found| note(&mut found.charge)))
     }
 
-    /// Reserves for `bytes` more, asks the driver, and charges the result. Where the driver
-    /// took more than there is room for, `undo` is called.
+    /// Reserves for `bytes` more, calls the driver, and charges the result. Calls `undo` if the driver took more than
+    /// there is room for.
     pub fn grow(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
         let allocation = match self.begin(self.device.taken_by(bytes)) {
             Ok(allocation) => allocation,
@@ -138,13 +139,13 @@ impl PoolAllocator {
         }
     }
 
-    /// Reserves for an allocation of so many bytes (whole blocks), or claims what the reserve has.
+    /// Reserves for an allocation of so many bytes (whole blocks), or claims what the pool has.
     fn begin(self, bytes: u64) -> Result<PendingAllocation, CUresult> {
         let (process, device) = (self.process, self.device);
         let unknown =
             |charge: &mut PoolCharge| (charge.growth_of(bytes, MOST_STEP), charge.has_grown());
         let (most, has_grown) = self.with(unknown).ok_or(CUresult::OUT_OF_MEMORY)?;
-        // By how much a reserve grows is unknown until it has grown once.
+        // The step of a pool is unknown until it has grown once.
         let least = if has_grown { most } else { bytes };
         if bytes > process.limit(device, Residence::Gpu) {
             return Err(process.refuse(device));
@@ -172,7 +173,7 @@ impl PoolAllocator {
             })
     }
 
-    /// What the pool has and does not use, also in blocks that it uses in part.
+    /// Claims what the pool has and does not use, also in blocks that it uses partly.
     fn claim(self, bytes: u64) -> Option<PendingAllocation> {
         let query = Query::begin(self.process, self.place)?;
         let (seen, asked) = (query.version, query.ask_both());
@@ -181,7 +182,7 @@ impl PoolAllocator {
             .flatten()
     }
 
-    /// The allocation alone, for which the driver says that the pool has room.
+    /// Reserves the allocation without growth, if the driver says that the pool has room for it.
     fn reserve_beside_unused(self, bytes: u64) -> Option<u64> {
         let query = Query::begin(self.process, self.place)?;
         let has_unused = query.has_unused(bytes);
@@ -198,7 +199,7 @@ impl PoolAllocator {
         let (process, device) = (self.process, self.device);
         let finished = settle::ask_until_noted(process, self.place, |charge, _, answer| {
             charge.finish(allocation, answer, device.block, |more| {
-                // Without a search for room in pools: their list is locked.
+                // Does not search for room in pools, because their list is locked.
                 process
                     .reserve_in_parts(device, Residence::Gpu, more, more)
                     .is_some()
@@ -213,11 +214,11 @@ impl PoolAllocator {
         }
     }
 
-    /// Charges at least `bytes` more from now on, if the driver does what it is asked. What it has
-    /// reserved already counts.
+    /// Raises the floor by `bytes`, if the driver's call succeeds. What is charged beyond the floor counts
+    /// towards it.
     pub fn raise_floor(self, bytes: u64, driver: Call<'_>) -> CUresult {
         let to_blocks = |bytes| self.device.taken_by(bytes);
-        // Before the driver is asked, so that another that raises it meanwhile counts on nothing that this one needs.
+        // Noted before the driver is called, so that a concurrent raise does not rely on what this one needs.
         let missing = self
             .with(|charge| charge.await_floor(bytes, to_blocks))
             .unwrap_or(bytes);

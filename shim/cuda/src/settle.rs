@@ -1,8 +1,9 @@
 //! Asks the driver what it keeps for pools, graphs and modules, and sets their charges to that.
 //!
-//! The list is locked while it is read or written, never while the driver is called; [`tranche_shim_core::pool_charge`] says
-//! how an answer of the driver is noted in spite of that. What a pool gave back to the device is noticed when the
-//! process allocates, frees, synchronises, asks for the free memory, or would be refused.
+//! The list of pools is locked while it is read or written, but never while the driver is called;
+//! [`tranche_shim_core::pool_charge`] describes how an answer of the driver is noted in spite of that. What a pool gave
+//! back to the device is noticed when the process allocates, frees, synchronizes, queries the free memory, or would be
+//! refused.
 
 use core::sync::atomic::Ordering;
 
@@ -25,18 +26,18 @@ const POOL_USED: u32 = 7;
 const GRAPHS_USED: u32 = 0;
 const GRAPHS_RESERVED: u32 = 2;
 
-/// How often the driver is asked until its answer is not outdated when it is noted.
+/// How often the driver is asked while its answers are outdated.
 const TRIES: usize = 64;
 
-/// How many reserves are settled in a call at which the driver may give memory back. It is bounded so that the call
-/// does not take longer where there are more of them.
+/// How many pools are settled in a call at which the driver may give memory back. The number is bounded so that such a
+/// call takes no longer with more pools.
 const IN_TURN: usize = 4;
 
-/// How long the end of a pool waits for other threads' calls that name it, in nanoseconds.
+/// How long the destruction of a pool waits for other threads' calls that use it, in nanoseconds.
 const WAIT_NANOS: u64 = 1_000_000_000;
 const NAP_NANOS: u64 = 20_000;
 
-/// A reserve, while the driver is asked about it: its pool is not destroyed meanwhile.
+/// A query of the driver about a pool. The pool is not destroyed meanwhile.
 pub struct Query<'a> {
     process: &'a Process,
     pub device: &'a Device,
@@ -66,7 +67,7 @@ impl<'a> Query<'a> {
         })
     }
 
-    /// Bytes that the driver has for it; `None` where it does not say.
+    /// Bytes that the driver has for the pool; `None` if the driver does not say.
     pub fn ask(&self) -> Option<u64> {
         match self.state {
             State::Pool => pool_attribute(self.pool, POOL_RESERVED),
@@ -75,7 +76,7 @@ impl<'a> Query<'a> {
         }
     }
 
-    /// Bytes that the driver has for it, and how many of them are in use; `None` where it does not say.
+    /// Bytes that the driver has for the pool, and how many of them are in use; `None` if the driver does not say.
     pub fn ask_both(&self) -> Option<(u64, u64)> {
         let used = match self.state {
             State::Pool => pool_attribute(self.pool, POOL_USED),
@@ -85,13 +86,13 @@ impl<'a> Query<'a> {
         self.ask().zip(used)
     }
 
-    /// Whether a pool has so many bytes that it does not use, as the driver says.
+    /// Whether the pool has at least `bytes` unused bytes, as the driver says.
     pub fn has_unused(&self, bytes: u64) -> bool {
         let unused = |(reserved, used): (u64, u64)| reserved.saturating_sub(used) >= bytes;
         self.state == State::Pool && self.ask_both().is_some_and(unused)
     }
 
-    /// Makes the driver give back what is not in use, but for `keep` bytes.
+    /// Makes the driver give back what is not in use, except for `keep` bytes.
     fn trim(&self, keep: u64) {
         if self.state == State::Graphs {
             // SAFETY: only a device.
@@ -101,7 +102,7 @@ impl<'a> Query<'a> {
         }
     }
 
-    /// Ends it with a note in the books.
+    /// Ends the query, and changes the pool's charge.
     pub fn end<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
         self.process.driver_pools.with(|pools| {
             let pool = pools.get(self.place)?;
@@ -146,8 +147,8 @@ fn trim_pool(pool: CUmemoryPool, keep: u64) {
     unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(pool, keep) };
 }
 
-/// Asks the driver what a reserve has and notes it, again where the answer is outdated; `None` where that never ends, or
-/// there is no such pool.
+/// Asks the driver what a pool has and notes it, and repeats this while the answer is outdated; `None` if all answers
+/// are outdated, or if there is no such pool.
 pub fn ask_until_noted<R>(
     process: &Process,
     place: usize,
@@ -158,7 +159,7 @@ pub fn ask_until_noted<R>(
         let (device, seen) = (query.device, query.version);
         let asked = query.ask();
         let noted = query.end(|charge| {
-            // Where the driver does not say, it has all that was charged.
+            // If the driver does not say, it is assumed to have all that was charged.
             let now = asked.unwrap_or(charge.covered()).max(charge.floor());
             let found = DriverAnswer {
                 seen,
@@ -174,7 +175,7 @@ pub fn ask_until_noted<R>(
     None
 }
 
-/// Brings a charge to what the driver has.
+/// Sets a pool's charge to what the driver has for it.
 pub fn settle(process: &Process, place: usize) {
     let settled = ask_until_noted(process, place, |charge, device, found| {
         let reserve = |more| {
@@ -207,7 +208,7 @@ pub fn settle_after(driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Settles those whose turn it is.
+/// Settles the next pools in turn.
 pub fn settle_some(process: &Process) {
     if !process.has_driver_pools.load(Ordering::Relaxed) {
         return;
@@ -226,7 +227,7 @@ pub fn settle_some(process: &Process) {
     }
 }
 
-/// Settles all.
+/// Settles all pools.
 pub fn settle_all(process: &Process) {
     if process.has_driver_pools.load(Ordering::Relaxed) {
         for place in process.driver_pools.with(|pools| pools.places()) {
@@ -235,8 +236,8 @@ pub fn settle_all(process: &Process) {
     }
 }
 
-/// Waits until stream-ordered frees that are pending have been done, as the driver does before it reports out of
-/// memory; whether there were any pools to wait for.
+/// Waits until pending stream-ordered frees are done, as the driver does before it reports out of memory; returns whether
+/// there was any pool to wait for.
 #[cold]
 #[inline(never)]
 pub fn wait_for_frees(process: &Process) -> bool {
@@ -251,7 +252,7 @@ pub fn wait_for_frees(process: &Process) -> bool {
     true
 }
 
-/// Makes room of `bytes` on a device with what this process's pools keep and do not use; whether there was any.
+/// Trims this process's pools on a device by up to `bytes`; returns whether anything was given back.
 #[cold]
 #[inline(never)]
 pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
@@ -275,7 +276,7 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
     missing < bytes
 }
 
-/// Trims a reserve by `bytes`; returns by how much less it is charged.
+/// Trims a pool by `bytes`; returns by how much its charge fell.
 pub fn trim_one(process: &Process, place: usize, query: Query<'_>, bytes: u64) -> u64 {
     let begun = process.driver_pools.with(|pools| {
         let charge = &mut pools.get(place)?.charge;
@@ -295,8 +296,8 @@ pub fn trim_one(process: &Process, place: usize, query: Query<'_>, bytes: u64) -
     before.saturating_sub(after)
 }
 
-/// A table's entry for an allocation of `bytes` (whole blocks) of a reserve: where in the list that is, instead of a
-/// context.
+/// A table's entry for an allocation of `bytes` (whole blocks) from a pool: it has the pool's place in the list instead
+/// of a context.
 pub fn entry(device: u8, place: usize, bytes: u64) -> Entry {
     Entry {
         bytes,
@@ -305,13 +306,13 @@ pub fn entry(device: u8, place: usize, bytes: u64) -> Entry {
     }
 }
 
-/// The reserve that an entry is of. No context's handle is that small.
+/// The place of the pool from which an entry was allocated. No context's handle is that small.
 pub fn driver_pool_of(entry: Entry) -> Option<usize> {
     let place = usize::try_from(entry.context).ok()?.checked_sub(1)?;
     (place < MOST).then_some(place)
 }
 
-/// An allocation of a reserve was freed.
+/// Notes that an allocation from a pool was freed.
 #[cold]
 #[inline(never)]
 pub fn freed(process: &Process, place: usize, bytes: u64) {
@@ -331,7 +332,7 @@ pub fn freed(process: &Process, place: usize, bytes: u64) {
     }
 }
 
-/// A device's modules or graphs need `bytes` less from now on.
+/// Lowers the floor of a device's modules or graphs by `bytes`.
 pub fn lower_floor(process: &Process, state: State, device: &Device, bytes: u64) {
     let place = process
         .driver_pools
@@ -341,7 +342,7 @@ pub fn lower_floor(process: &Process, state: State, device: &Device, bytes: u64)
     }
 }
 
-/// The same of the reserve at a place.
+/// The same for the pool at a place.
 pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
     process.driver_pools.with(|pools| {
         if let Some(pool) = pools.get(place) {
@@ -351,10 +352,10 @@ pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
     settle(process, place);
 }
 
-/// Destroys a pool, if `driver` does. Its allocations stay, and so does their charge.
+/// Calls `driver` to destroy a pool. Its allocations stay, and stay charged.
 pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     if let Some(query) = Query::begin(process, place) {
-        // What is unused would be gone in any case.
+        // The unused memory would be given back in any case.
         trim_one(process, place, query, u64::MAX);
     }
     set_state(process, place, State::Ending);
@@ -384,7 +385,8 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Returns the charge of a pool that has ended; that of what its descriptors keep is returned when they are closed.
+/// Gives back the charge of a pool that has ended. If descriptors keep its memory, the charge is given back when they are
+/// closed.
 fn give_up(process: &Process, ended: &DriverPool) {
     let charged = ended.charge.covered();
     let Some(exported) = ended.exported else {
@@ -398,7 +400,7 @@ fn give_up(process: &Process, ended: &DriverPool) {
     exports::settle_some(process, false);
 }
 
-/// Holds what a pool's descriptors keep of it, for one more of them.
+/// Holds the memory that a pool's descriptors keep, for one more descriptor.
 pub fn hold_exported(process: &Process, place: usize) -> Option<Id> {
     process.driver_pools.with(|pools| {
         let pool = pools.get(place)?;
