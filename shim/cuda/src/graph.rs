@@ -1,5 +1,5 @@
-//! Nodes of graphs. What memory nodes allocate is charged to their device's reserve for graphs ([`crate::pool_allocator`]): at
-//! least the sizes of the nodes of all executable graphs. A kernel's local memory is charged when the kernel becomes
+//! Nodes of graphs. The memory of memory nodes is charged to their device's pool for graphs ([`crate::pool_allocator`]):
+//! at least the sizes of the nodes of all executable graphs. A kernel's local memory is charged when the kernel becomes
 //! part of a graph.
 
 use tranche_shim_core::Entry;
@@ -18,7 +18,7 @@ use crate::process::{self, Process};
 use crate::settle::{lower_floor, settle_some};
 use crate::stream::Stream;
 
-/// An allocation that becomes a node of the graph that its stream captures.
+/// An allocation in a captured stream, which becomes a node of the graph.
 pub fn capture(
     process: &'static Process,
     stream: Stream,
@@ -93,7 +93,7 @@ pub fn add(graph: CUgraph, parameters: *const CUgraphNodeParams, driver: Call<'_
     }
 }
 
-/// A node of any kind gets other parameters.
+/// Changes the parameters of a node of any kind.
 pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next; the body is the kind's.
     match unsafe { parameters.as_ref() } {
@@ -104,7 +104,7 @@ pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
     }
 }
 
-/// A kernel of a graph: its context has its local memory from now on, so that the launch of the graph need not look.
+/// A kernel of a graph. Its local memory is charged to its context now, so that a launch of the graph need not check it.
 /// `parameters` are of the version that has the fields `kernel` and `context`.
 pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next.
@@ -118,7 +118,7 @@ pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) 
     add_function(context, handle, driver)
 }
 
-/// The same of the version before, which has a function.
+/// The same for the earlier version, which has a function.
 pub fn add_function_of(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next: the function comes first in all versions.
     let handle = unsafe { parameters.cast::<CUfunction>().as_ref() };
@@ -133,7 +133,7 @@ fn add_function(context: CUcontext, handle: CUfunction, driver: Call<'_>) -> CUr
     }
 }
 
-/// A graph as a node of another, with the memory that it needs.
+/// Adds a graph as a node of another one, with the memory that it needs.
 pub fn add_child(graph: CUgraph, child: CUgraph, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok()
@@ -147,7 +147,7 @@ pub fn add_child(graph: CUgraph, child: CUgraph, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// A copy of a graph, with the memory that it needs.
+/// Copies a graph, with the memory that it needs.
 pub fn copy(copy: *mut CUgraph, graph: CUgraph, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() {
@@ -157,7 +157,7 @@ pub fn copy(copy: *mut CUgraph, graph: CUgraph, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Notes that a graph needs so much more. If there is no room to note it, it stays charged until the process ends.
+/// Notes that a graph needs `bytes` more. If there is no room to note it, they stay charged until the process ends.
 fn note(allocator: PoolAllocator, graph: Option<CUgraph>, bytes: u64) {
     let (process, device) = (allocator.process, allocator.device);
     let bytes = device.taken_by(bytes);
@@ -207,7 +207,7 @@ pub fn end_executable(executable: CUgraphExec, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // Before the driver may hand the handle out again.
+    // Taken out before the driver may reuse the handle.
     let taken = process.pointers.take(executable_key(executable));
     let result = driver.make();
     let Some(needed) = taken else {

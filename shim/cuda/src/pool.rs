@@ -1,7 +1,7 @@
 //! Memory pools, for stream-ordered allocation.
 //!
-//! A pool takes memory from the device in pieces of its own choice and keeps it, used or not, until it is trimmed. So
-//! what is charged is not what the program allocated but what the pool has reserved, as the driver itself says it
+//! A pool takes memory from the device in steps of its own choice and keeps it, used or not, until it is trimmed. So
+//! not the program's allocations are charged, but what the pool has reserved, as the driver says
 //! (`CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`): [`crate::pool_allocator`], [`crate::settle`].
 
 use tranche_shim_core::Entry;
@@ -48,7 +48,7 @@ pub fn allocate(
         Ok(None) => return driver.make(),
         Err(code) => return code,
     };
-    // SAFETY: frees what the driver has just allocated and nobody has seen, and waits for it.
+    // SAFETY: frees what the driver has just allocated, which nothing else uses, and waits for it.
     let free = || unsafe {
         real!(cuMemFreeAsync: fn(CUdeviceptr, CUstream))(pointer.read(), stream.handle());
         relaxed(|| real!(cuStreamSynchronize: fn(CUstream))(stream.handle()))
@@ -89,7 +89,7 @@ fn current_pool(
     allocator_of(process, pool, stream)
 }
 
-/// The reserve that a pool's memory is charged to; `None` for a pool whose memory has no cap.
+/// The allocator of a pool; `None` for a pool whose memory has no cap.
 fn allocator_of(
     process: &'static Process,
     pool: CUmemoryPool,
@@ -132,7 +132,7 @@ pub fn make(
     result
 }
 
-/// Notes where the memory of a pool lies whose properties the driver has returned.
+/// Notes where a pool's memory lies, from the properties that the driver has returned.
 pub fn get(pool: *mut CUmemoryPool, location: *const CUmemLocation, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() {
@@ -153,10 +153,10 @@ fn locate(pool: CUmemoryPool, location: CUmemLocation) {
     let device = match location.device() {
         Some(handle) => process.device(handle).map(|device| device.number),
         None if location.is_host() => None,
-        // Nowhere in particular (managed memory): where the process allocates.
+        // No particular device (managed memory): the current one.
         None => process.current_device().ok().map(|device| device.number),
     };
-    // The table is full: the pool is treated as one of its stream's device.
+    // If the table is full, the pool is treated as one of its stream's device.
     let _ = process.pointers.put(
         pool_key(pool),
         Entry {
@@ -167,8 +167,7 @@ fn locate(pool: CUmemoryPool, location: CUmemLocation) {
     );
 }
 
-/// A descriptor by which other processes open a pool. What the pool has when it is destroyed stays charged until that
-/// is closed.
+/// Exports a pool by a descriptor. What the pool has when it is destroyed stays charged until the descriptor is closed.
 pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
@@ -184,7 +183,7 @@ pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Cal
     };
     let result = driver.make();
     if result.is_ok() {
-        // SAFETY: the driver has just written a descriptor, which it does not to null.
+        // SAFETY: the call succeeded, so the pointer is not null and has a descriptor.
         exports::add(process, unsafe { descriptor.read_unaligned() }, held);
     } else {
         let_go(process, held);
@@ -192,12 +191,12 @@ pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Cal
     result
 }
 
-/// The end of a pool. Its allocations stay, and so does their charge.
+/// Destroys a pool. Its allocations stay, and stay charged.
 pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // Before the driver may hand the handle out again.
+    // Taken out before the driver may reuse the handle.
     let taken = process.pointers.take(pool_key(pool));
     let result = match taken.and_then(driver_pool_of) {
         Some(place) => settle::end_pool(process, place, driver),
@@ -211,12 +210,12 @@ pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Another pool becomes a device's current one.
+/// Makes another pool a device's current one.
 pub fn switch(driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // An allocation under way sees an odd number, or that the number changed.
+    // A concurrent allocation sees an odd number, or that the number has changed.
     process.driver_pools.with(|pools| pools.switches += 1);
     let result = driver.make();
     process.driver_pools.with(|pools| pools.switches += 1);

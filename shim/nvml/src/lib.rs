@@ -8,14 +8,14 @@
 //! - `processes`: lists have only the shares' processes, with the charge of each;
 //! - `utilization`: percentages are of the shares' cores.
 //!
-//! It reads the pages at each call and caches nothing; `share` finds the GPU of a handle, from whichever
-//! function the program got it, and the share's processes. NVIDIA's private tables, from which
+//! It reads the pages at each call and caches nothing. `users` finds the GPU of a handle, from whichever
+//! function the program got it, and the processes of its shares. NVIDIA's private tables, from which
 //! nvidia-smi gets its list of processes, are passed on with the driver's values.
 //!
 //! `nvmlInit` refuses, with one line on stderr, if the pages are missing or invalid. For a visible
 //! GPU without a page it succeeds, so that `nvidia-smi` can be used to find the problem: only
 //! queries about the share's values are refused; CUDA refuses the whole GPU.
-// A debug build unwinds, which needs std; nobody loads it.
+// A debug build unwinds, which needs std; it is never loaded.
 #![cfg_attr(panic = "abort", no_std)]
 
 mod abi;

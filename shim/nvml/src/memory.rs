@@ -7,16 +7,16 @@ use tranche_shim_runtime::{accounts, container_shares};
 use crate::abi::{Device, Return};
 use crate::users::{identify, refuse};
 
-/// Bytes, over the container's shares of one GPU.
+/// The memory of the container's shares of one GPU, in bytes.
 pub struct Sum {
-    /// The caps.
+    /// The sum of the caps.
     pub total: u64,
     /// Memory that the shares' processes hold.
     pub used: u64,
 }
 
 impl Sum {
-    /// The rest.
+    /// Memory that is left.
     pub fn free(&self) -> u64 {
         self.total.saturating_sub(self.used)
     }

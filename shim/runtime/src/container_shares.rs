@@ -19,11 +19,11 @@ pub struct Share {
     pub gpu: GpuUuid,
     /// Bytes of device memory it may hold; `None` for a GPU without a cap.
     pub limit: Option<u64>,
-    /// Bytes of them that may be memory which cannot move to the host; `None` for all.
+    /// How many of these bytes may be memory that cannot move to the host; `None` for all.
     pub resident: Option<u64>,
     /// Percent of the GPU's time that it may use; `None` for no limit.
     pub cores: Option<u8>,
-    /// Percent of the GPU's threads of each process, as a client of the GPU's MPS daemon; `None` for a share without MPS.
+    /// Percent of the GPU's threads for each process as a client of the GPU's MPS daemon; `None` for a share without MPS.
     pub mps_threads: Option<u8>,
     /// Bytes of one context, in whole blocks; the share has room for one beside its limit.
     pub context: u64,
@@ -33,7 +33,7 @@ pub struct Share {
     file: File,
 }
 
-/// The name of a share's folder, of any valid length, and a zero.
+/// The name of a share's folder, which ends with a zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Name([u8; 256]);
 
@@ -73,7 +73,7 @@ pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), 
     Ok(())
 }
 
-/// A GPU is visible without a share.
+/// Refuses a GPU that is visible but has no share.
 pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
     let text = gpu.text();
     let name = Part::Text(core::str::from_utf8(&text).unwrap_or("a GPU"));
@@ -88,7 +88,7 @@ pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
     ])
 }
 
-/// No MPS daemon serves a concurrent share, or this process is not its client.
+/// Refuses a concurrent share without a serving MPS daemon, or one whose client this process is not.
 pub fn refuse_mps(why: &[Part<'_>]) -> Refused {
     let remedy = Part::Text(
         "; the GPU is not used: a daemon that ended is started again within seconds; if this does not help, see the log of tranche-mps on \
@@ -97,7 +97,7 @@ pub fn refuse_mps(why: &[Part<'_>]) -> Refused {
     refuse(&[&[Part::Text("MPS: ")], why, &[remedy]])
 }
 
-/// The container has more than the shim supports.
+/// Refuses more shares or GPUs than the shim supports.
 pub fn refuse_too_many() -> Refused {
     let most = Part::Number(paths::MAX_SHARES as u64);
     refuse(&[
@@ -110,7 +110,7 @@ pub fn refuse_too_many() -> Refused {
     ])
 }
 
-/// The shim's tables cannot be mapped, or not so that a child process finds them empty.
+/// The shim's tables cannot be mapped, or the kernel cannot wipe them in a child process.
 pub fn refuse_memory(why: NotMapped) -> Refused {
     match why {
         NotMapped::Map(errno) => refuse(&[
@@ -280,7 +280,7 @@ impl Name {
         )
     }
 
-    /// Opens an account of the share, by its file name, having checked that it is one. Read-only it is only read.
+    /// Opens an account of the share, by its file name, and checks that it is one.
     pub fn open_account(&self, account: &str, writable: bool) -> Result<File, Refused> {
         let unreadable = |errno| self.refuse_unreadable(account, errno);
         let wrong = |error| self.refuse_page(account, error);
@@ -298,7 +298,7 @@ impl Name {
         Ok(file)
     }
 
-    /// Opens an account that was checked before; without a message if it fails.
+    /// Opens an account that was checked before; does not write a message if it fails.
     pub fn reopen_account(&self, account: &str, writable: bool) -> Result<File, Errno> {
         File::open(self.file(account).end(), writable)
     }

@@ -29,7 +29,7 @@ const PROBES: usize = 4;
 /// it.
 const LONGER: f32 = 1.0 / 8.0;
 
-/// The kernels. All zeros is none.
+/// The kernels. All zeros means none.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Kernels<const N: usize = KERNELS> {
@@ -41,7 +41,7 @@ pub struct Kernels<const N: usize = KERNELS> {
 struct Kernel {
     /// 0 for none.
     key: AtomicU64,
-    /// [`Point`]s; the same one where only one size was measured.
+    /// [`Point`]s; both are the same if only one size was measured.
     small: AtomicU64,
     large: AtomicU64,
     /// Nanoseconds that launches waited for its first measurement; or [`EXEMPT`].
@@ -171,7 +171,7 @@ impl<const N: usize> Kernels<N> {
             .map_or(0, |kernel| kernel.waited.load(Ordering::Relaxed) & !EXEMPT)
     }
 
-    /// Adds to that.
+    /// Adds to the time that launches waited for a kernel's first measurement.
     pub fn note_wait(&self, key: u64, nanos: u64) {
         let nanos = nanos.min(EXEMPT / 4);
         let kernel = self.find_or_make(key);
