@@ -124,7 +124,7 @@ pub fn correct_each(
     result
 }
 
-/// Clears an attribute that only managed memory has.
+/// Sets an attribute that only managed memory has to 0.
 ///
 /// # Safety
 ///
