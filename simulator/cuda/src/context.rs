@@ -9,7 +9,7 @@ use crate::device::Device;
 use crate::driver::{self, driver};
 use crate::heap::BLOCK;
 use crate::host;
-use crate::object::{Kept, Kind, Object};
+use crate::object::{Kind, Object, StoredHandle};
 
 #[derive(Debug)]
 pub struct Context {
@@ -22,7 +22,7 @@ pub struct Context {
     /// The mark of the last work that its null stream waits for.
     pub latest_blocking: AtomicU64,
     /// The handle of its null stream.
-    pub null_stream: OnceLock<Kept>,
+    pub null_stream: OnceLock<StoredHandle>,
     limits: [AtomicU64; LIMITS],
     /// Bytes charged for the first limits beyond their defaults.
     taken: Mutex<[u64; TAKING]>,

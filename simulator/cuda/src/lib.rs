@@ -16,7 +16,7 @@
 //!    (how functions are exported);
 //! 2. the process and its GPUs: `mps` (as a client of an MPS daemon), `driver` (the page, and what this process sees of it),
 //!    `fault` (kernels that fault), `host` (work that the host does in a GPU's order), `heap` (addresses, and blocks of GPU
-//!    memory), `graph_pool`, `device`, `held` (memory that `dma-buf`s keep);
+//!    memory), `graph_pool`, `device`, `heap_objects` (memory that `dma-buf`s keep);
 //! 3. memory: `context`, `pool`, `space` (all known addresses), `memory` (allocation of all kinds), `managed`, `vmm`,
 //!    `dma_buf`, `multicast`, `array`, `graph_memory`;
 //! 4. work: `image` (which kernels an image has), `module` (modules and kernels), `launch`, `copy`, `fill`, `graph`,
@@ -48,7 +48,7 @@ mod graph;
 mod graph_memory;
 mod graph_pool;
 mod heap;
-mod held;
+mod heap_objects;
 mod host;
 mod image;
 mod launch;

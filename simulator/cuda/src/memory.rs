@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::device::{Device, device};
 use crate::driver::has;
 use crate::heap::{BLOCK, Heap, map_private, return_pages};
-use crate::held;
+use crate::heap_objects;
 use crate::object::Object;
 use crate::pool::{self, Pool};
 use crate::space::{MemoryKind, Region, Regions, regions};
@@ -152,7 +152,7 @@ pub fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
             let freed = heap_of(device, region.kind).release(address, region.bytes, region.touched);
             match region.kind {
                 MemoryKind::Pooled(pool) => pool.record_free(device, region.bytes, freed),
-                _ if freed > 0 => held::free(device, address & !(BLOCK - 1), freed),
+                _ if freed > 0 => heap_objects::free(device, address & !(BLOCK - 1), freed),
                 _ => {}
             }
         }

@@ -27,7 +27,7 @@ use crate::driver::{driver, has};
 use crate::export::{get, put, put_wanted};
 use crate::image::{self, Image, Names};
 use crate::memory;
-use crate::object::{Handle, Kept, Kind, Object};
+use crate::object::{Handle, Kind, Object, StoredHandle};
 
 /// A loaded image: CUDA's module or library.
 #[derive(Debug)]
@@ -56,7 +56,7 @@ impl Kind for Module {
 #[derive(Debug)]
 pub struct Function {
     pub name: CString,
-    pub module: Kept,
+    pub module: StoredHandle,
     /// Whether it uses all managed memory of its context.
     pub touches_managed: bool,
     /// Whether it accesses memory that is not allocated.
@@ -213,7 +213,7 @@ impl Object<Module> {
         Ok(functions.entry(text.to_owned()).or_insert_with(|| {
             Object::create(Function {
                 name: name.to_owned(),
-                module: Kept(self.handle()),
+                module: StoredHandle(self.handle()),
                 nanos: nanos_of_name(text),
                 touches_managed: text.contains("sim_touch_managed"),
                 faults: text.contains("sim_illegal_address"),

@@ -17,11 +17,11 @@ pub type Handle = *mut c_void;
 
 /// A handle that is kept, to be returned to the program.
 #[derive(Debug, Clone, Copy)]
-pub struct Kept(pub Handle);
+pub struct StoredHandle(pub Handle);
 // SAFETY: a number. Only `Object::find` dereferences it.
-unsafe impl Send for Kept {}
+unsafe impl Send for StoredHandle {}
 // SAFETY: as above.
-unsafe impl Sync for Kept {}
+unsafe impl Sync for StoredHandle {}
 
 /// A pointer that the program gets back on another thread.
 #[derive(Debug, Clone, Copy)]

@@ -13,7 +13,7 @@ use crate::context::{Context, current};
 use crate::driver::{self, driver};
 use crate::graph::Graph;
 use crate::host::{self, HostFunction};
-use crate::object::{Handle, Kept, Kind, Object, PER_THREAD, Token};
+use crate::object::{Handle, Kind, Object, PER_THREAD, StoredHandle, Token};
 
 /// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
@@ -275,7 +275,7 @@ fn thread_stream() -> Result<&'static Object<Stream>, Code> {
 pub fn create_null(context: &'static Object<Context>) {
     context
         .null_stream
-        .get_or_init(|| Kept(Object::create(Stream::new(context, true, 0, 0)).handle()));
+        .get_or_init(|| StoredHandle(Object::create(Stream::new(context, true, 0, 0)).handle()));
 }
 
 /// The null stream of a context.
