@@ -1,7 +1,7 @@
 //! `dma-buf`s of device memory.
 //!
-//! The driver duplicates the memory objects that the range lies in, whole, and frees its duplicates when the last
-//! reference to the `dma-buf` is gone (`nv-dmabuf.c` of NVIDIA's open kernel modules). Here a `dma-buf` is one end of a
+//! The driver duplicates the whole memory objects of the range, and frees its duplicates when the last reference to the
+//! `dma-buf` is gone (`nv-dmabuf.c` of NVIDIA's open kernel modules). Here a `dma-buf` is one end of a
 //! socket pair: like a `dma-buf`, it cannot be opened again by its path in `/proc`, and the other end sees when its last
 //! descriptor is closed, in any process. Nothing can be read, written or mapped by it.
 
@@ -16,7 +16,7 @@ use crate::memory::PAGE;
 use crate::space::{MemoryKind, Regions, regions};
 use crate::vmm;
 
-/// A memory object that is kept until this is dropped.
+/// A memory object that is held until this is dropped.
 enum HeldObject {
     Heap(u64),
     Physical(u64),
@@ -39,7 +39,7 @@ struct Object {
     is_mapped: bool,
 }
 
-/// The object that an address lies in. That of a small allocation is its block, which is larger.
+/// The object at an address. For a small allocation it is the whole block.
 fn object_at(regions: &Regions, address: u64) -> Option<Object> {
     let before = regions.range(..=address).next_back();
     let after = regions.range(address..).next();
@@ -62,7 +62,7 @@ fn object_at(regions: &Regions, address: u64) -> Option<Object> {
     })
 }
 
-/// Keeps what a range lies in: one allocation, or mappings of one GPU's memory side by side.
+/// Holds the objects of a range: one allocation, or adjacent mappings of one GPU's memory.
 fn keep(start: u64, end: u64) -> Result<Vec<HeldObject>, Code> {
     let regions = regions();
     let first = object_at(&regions, start).ok_or(Code::INVALID_VALUE)?;

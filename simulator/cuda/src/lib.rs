@@ -10,7 +10,7 @@
 //! stream, and a thread that waits for it sleeps. A kernel's time is in its name (`sim_busy_250us`) or in the machine
 //! file; see [`module`].
 //!
-//! The files, from the bottom up. Each uses only those that stand before it (`shim/tests/suite/layers.rs`):
+//! The files, from the bottom up. Each uses only those listed before it (`shim/tests/suite/layers.rs`):
 //!
 //! 1. CUDA's terms: `code` (error codes), `object` (handles), `abi` (structs of cuda.h that several families use), `export`
 //!    (how functions are exported);

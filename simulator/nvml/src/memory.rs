@@ -29,7 +29,7 @@ struct MemoryInfo {
     free: u64,
 }
 
-/// The memory of a GPU or of a MIG device, whose reserve is outside it.
+/// The memory of a GPU or of a MIG device. The total of a MIG device does not include the driver's reserve.
 fn memory_of(of: AnyDevice) -> MemoryInfo {
     let state = of.device.state;
     match of.partition {
@@ -66,7 +66,7 @@ export! {
     }
     fn nvmlDeviceGetMemoryInfo_v2(of: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
         let info = memory_of(any_device(of)?);
-        // Only this field: the caller may have set no other.
+        // Reads only this field, because the caller may not have set the others.
         if get((&raw const (*memory).version).cast::<u32>())? != MEMORY_V2 {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
         }

@@ -91,7 +91,7 @@ fn create_compute_instance(
     Ok(compute_handle(device.gpu, found.ok_or(Code::UNKNOWN)?))
 }
 
-/// Writes a list that has the room for every instance of its profile (nvml.h).
+/// Writes a list with room for every instance of its profile (nvml.h).
 ///
 /// # Safety
 /// `count` is null or valid; `to` is null or valid for every entry of `list`.
