@@ -10,14 +10,14 @@ pub const CAP: &str = "cap";
 /// The account page's file name in a share's folder; missing if the cap page has no limit.
 pub const ACCOUNT: &str = "account";
 
-/// The file name of the second account page of a share whose memory is oversubscribed: what it has of memory that cannot move
-/// to the host. Missing in any other share's folder.
+/// The file name of the second account page of a share whose memory is oversubscribed, for memory that cannot move to the
+/// host. Missing in any other share's folder.
 pub const RESIDENT: &str = "resident";
 
-/// The node's own `libcuda.so.1`, which the shim stands before.
+/// The node's own `libcuda.so.1`, to which the shim forwards.
 pub const REAL_CUDA: &core::ffi::CStr = c"/usr/lib/tranche/driver/libcuda.so.1";
 
-/// The node's own `libnvidia-ml.so.1`, which the shim stands before.
+/// The node's own `libnvidia-ml.so.1`, to which the shim forwards.
 pub const REAL_NVML: &core::ffi::CStr = c"/usr/lib/tranche/driver/libnvidia-ml.so.1";
 
 /// The sockets of the GPU's MPS daemon, in a container with a concurrent share: the driver's own default path.

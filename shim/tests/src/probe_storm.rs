@@ -1,4 +1,4 @@
-//! Threads that take and give back device memory at random, in every way that there is.
+//! Threads that allocate and free device memory at random, in every way.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ const ELEMENT: u64 = 16;
 
 type Call = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64) -> u32;
 
-/// The driver, and what came of the calls so far.
+/// The driver, and counters of the calls so far.
 pub struct Storm<F> {
     find: F,
     taken: AtomicU64,
@@ -17,7 +17,7 @@ pub struct Storm<F> {
     failed: AtomicU64,
 }
 
-/// What a thread holds.
+/// Memory that a thread holds.
 enum LiveMemory {
     Pointer(u64),
     Handle(u64),
@@ -50,7 +50,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
     }
 
     /// `count` threads, `operations` each, with up to `most` bytes at once. Answers with how many
-    /// took memory, how many were refused, and how many failed otherwise; all is given back then.
+    /// took memory, how many were refused, and how many failed otherwise; then all is freed.
     pub fn run(&self, count: u64, operations: u64, most: u64) -> String {
         let mut context = [0u64];
         self.call(
@@ -96,7 +96,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         }
     }
 
-    /// A call that takes memory: what it wrote to its first argument.
+    /// Makes a call that takes memory; returns what it wrote to its first argument.
     fn ask(&self, name: &str, rest: [u64; 5]) -> Option<u64> {
         let mut out = [0u64];
         let [x1, x2, x3, x4, x5] = rest;
@@ -200,7 +200,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         unsafe { libc::close(descriptor.cast_signed()) };
     }
 
-    /// Maps a handle; releases it now, while it is mapped, or keeps it for another mapping.
+    /// Maps a handle, and releases the handle now, or keeps it for another mapping.
     fn map(&self, random: &mut Random, handle: u64, bytes: u64) -> LiveMemory {
         let mut at = 0u64;
         self.must(
@@ -240,7 +240,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         }
     }
 
-    /// A pool that keeps some, with a few allocations.
+    /// A pool that keeps some memory, with a few allocations.
     fn pool(&self, random: &mut Random, bytes: u64) -> LiveMemory {
         const RELEASE_THRESHOLD: u64 = 4;
         let mut properties = [0u64; 11];
@@ -303,7 +303,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
     fn free_again(&self, random: &mut Random, held: LiveMemory) {
         let one = |number| [number, 0, 0, 0, 0, 0];
         match held {
-            // Any pointer by any call.
+            // Any call frees any pointer.
             LiveMemory::Pointer(pointer) if random.below(2) == 0 => {
                 self.must("cuMemFree_v2", one(pointer));
             }
@@ -316,7 +316,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
             LiveMemory::Array(array) => self.must("cuArrayDestroy", one(array)),
             LiveMemory::Mipmap(mipmap) => self.must("cuMipmappedArrayDestroy", one(mipmap)),
             LiveMemory::Pool { pool, pointers } => {
-                // The pool goes first, last, or in between.
+                // The pool is destroyed first, last, or in between.
                 let when = random.below(pointers.len() as u64 + 1);
                 for (nth, pointer) in pointers.iter().enumerate() {
                     if nth as u64 == when {

@@ -11,7 +11,7 @@ const NOT_PERMITTED: i64 = 800;
 const NOT_INITIALISED: i64 = 3;
 const NO_DRIVER: i64 = 303;
 
-/// `cuInit` fails and its one line has these words; nothing can be allocated either.
+/// Checks that `cuInit` fails, that its one line has these words, and that nothing can be allocated.
 fn refuses(world: &World, words: &[&str]) {
     let mut probe = world.probe("name");
     probe.ask("count");
@@ -95,7 +95,7 @@ fn with_a_page_that_the_container_could_write() {
     refuses(&world, &["gpu-0/cap", "read-only"]);
     drop(world);
 
-    // In the container's own file system.
+    // A page in the container's own file system.
     let world = World::new(Driver::Odd);
     fs::create_dir(format!("{SHARES}/gpu-0")).unwrap();
     fs::write(format!("{SHARES}/gpu-0/cap"), page(|_| {})).unwrap();
@@ -257,7 +257,7 @@ fn a_function_that_the_driver_lacks_is_not_found() {
     }
 }
 
-/// An oversubscribed share on a driver that moves no managed memory, and one without its second account.
+/// An oversubscribed share on a driver that cannot move managed memory, and one without its second account.
 #[test]
 fn memory_that_cannot_be_oversubscribed() {
     let world = World::new(Driver::Odd);

@@ -19,7 +19,7 @@ pub fn capped(probe: &mut Probe) {
     assert_eq!(probe.ask("alloc 1").code, 2);
 }
 
-/// A program prints the cap as the memory that there is.
+/// Checks that a program prints the cap as the total memory.
 fn says_the_cap(world: &World, program: impl AsRef<OsStr>, arguments: &[&str]) {
     let ran = world.run(program, arguments);
     let (output, errors) = (text(&ran.stdout), text(&ran.stderr));
@@ -39,7 +39,7 @@ fn by_every_way_of_the_loader() {
         let (world, _share) = one_gpu();
         let mut probe = world.probe(how);
         if how == "namespace" {
-            // The odd driver is steered in the main namespace: here it shows both its GPUs.
+            // The odd driver is scripted in the main namespace only: here it shows both of its GPUs.
             world.share("gpu-1", GPU_1, Some(CAP));
             probe.must("init");
             probe.must("context 0");
@@ -164,8 +164,7 @@ fn by_every_way_to_look_up() {
     }
 }
 
-/// NVIDIA's functions have no symbol version, and so neither have ours: a look-up with a version fails in
-/// both.
+/// NVIDIA's functions have no symbol version, and neither have ours: a look-up with a version fails in both.
 #[test]
 fn a_look_up_with_a_version_fails_as_in_the_drivers_library() {
     let program = |world: &World| {
@@ -185,7 +184,7 @@ fn a_look_up_with_a_version_fails_as_in_the_drivers_library() {
     assert_eq!(text(&program(&world).stdout), "not found\n");
 }
 
-/// A static program has no preload list and a loader of its own, which finds the file.
+/// A static program has no preload list and its own loader, which finds the file.
 #[test]
 fn from_a_static_program() {
     let world = two_gpus();

@@ -11,7 +11,7 @@ use tranche_shim_tests::{Driver, World, text};
 use crate::cap::{CAP, GPU_0, GPU_1, ready};
 
 const MIB: u64 = 1 << 20;
-/// A process of another container, and one with a PID of the host.
+/// A process of another container, and one with a host PID.
 const FOREIGN: [u32; 2] = [4_000_001, 4_000_002];
 
 /// Answers by function: its code, and the rest of its line.
@@ -73,7 +73,7 @@ fn the_shares_own_processes_and_what_they_take() {
     let (mut first, mut second) = (ready(&world, 1), ready(&world, 1));
     first.must(&format!("alloc {}", 6 * MIB));
     second.must(&format!("alloc {}", 8 * MIB));
-    // Has joined, and holds nothing.
+    // It has joined, and holds nothing.
     let _idle = ready(&world, 1);
     let charged: BTreeMap<u64, u64> = share.read(|account| {
         account
@@ -110,7 +110,7 @@ fn the_shares_own_processes_and_what_they_take() {
         0,
         &format!("{CAP},{},{used}", CAP - used),
     );
-    // They are in the order of their slots, which is arbitrary.
+    // Their order is that of their slots, which is arbitrary.
     let holders: Vec<String> = charged
         .iter()
         .filter(|(_, bytes)| **bytes > 0)
@@ -139,7 +139,7 @@ fn the_shares_own_processes_and_what_they_take() {
             0,
             "0",
         );
-        // The odd driver has no such function.
+        // The odd driver does not have this function.
         is(
             &answers,
             &format!("nvmlDeviceGet{kind}RunningProcesses"),
@@ -293,7 +293,7 @@ fn a_gpu_without_a_cap_is_the_drivers() {
     is(&answers, &format!("stats/{}", FOREIGN[0]), 0, "42");
 }
 
-/// As CUDA refuses it.
+/// NVML refuses it like CUDA.
 #[test]
 fn a_gpu_without_a_page_tells_nothing_of_others() {
     let world = World::new(Driver::Odd);

@@ -40,7 +40,7 @@ fn runtimes() -> Vec<(String, Vec<PathBuf>)> {
     found
 }
 
-/// One look-up, as `front.c` writes it down.
+/// One look-up, as `front.c` records it.
 #[derive(Debug)]
 struct LookUp<'a> {
     name: &'a str,
@@ -114,7 +114,7 @@ fn every_look_up_of_every_runtime_is_exact() {
                     "-lrt",
                 ];
                 compile(source.to_str().unwrap(), &program, &arguments);
-                // The front takes the shim's place in the loader's eyes.
+                // The loader finds the front in place of the shim.
                 fs::write(
                     "/etc/ld.so.preload",
                     format!("{}\n{preload}", front.display()),

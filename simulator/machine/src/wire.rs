@@ -101,7 +101,8 @@ pub enum Setting {
     Reset = 5,
     /// The length of time slices: 0 the driver's own, 1 short, 2 medium, 3 long.
     TimeSlice = 6,
-    /// Whether NVIDIA's kernel driver has the GPU, 0 or 1. At 0 the driver forgets the GPU's settings.
+    /// Whether NVIDIA's kernel driver has the GPU, 0 or 1. A change resets the GPU and switches persistence
+    /// mode off.
     Driver = 7,
 }
 

@@ -1,9 +1,9 @@
 //! How much of its grant a share has used: three words of its account.
 //!
 //! `position` is the share's position on the line of its grant. The share may launch while it is not
-//! ahead of the line, and pays by moving forward; the distance ahead of the line is its debt. It is
-//! never further behind than the burst: unused grant expires. It is never further ahead than what is
-//! granted in [`WAIT_NANOS`], so that no launch waits longer.
+//! ahead of the line, and pays by moving forward; the distance ahead of the line is its debt. The position
+//! is never further behind than the burst, because unused grant expires, and never further ahead than the
+//! grant of [`WAIT_NANOS`], so that no launch waits longer.
 //!
 //! `carried` is the debt beyond that. While there is one, launches pay double, so half of the rate
 //! repays it.

@@ -1,7 +1,7 @@
 //! Creation and destruction of MIG instances, and the entry of processes.
 //!
-//! Instances change under the GPU's lock. Only the daemon creates and destroys them. A process takes its place in a compute
-//! instance under the same lock, so that an instance is never destroyed while a process gets into it.
+//! Instances change under the GPU's lock. Only the daemon creates and destroys them. A process enters a compute instance
+//! under the same lock, so that an instance is never destroyed while a process enters it.
 
 use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -37,13 +37,13 @@ pub enum InstanceError {
 }
 
 impl Shared {
-    /// A GPU, locked. For the daemon.
+    /// Locks a GPU. For the daemon.
     fn locked(&self, gpu: usize) -> Result<(&GpuState, Guard<'_>), InstanceError> {
         let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
         Ok((state, self.daemon_lock(gpu)))
     }
 
-    /// Creates a GPU instance with the profile `kind`, at `start` or where the driver chooses; its id. For the daemon.
+    /// Creates a GPU instance with the profile `kind`, at `start` or where the driver chooses; returns its id. For the daemon.
     pub fn create_gpu_instance(
         &self,
         gpu: usize,
@@ -87,7 +87,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Creates a compute instance with the profile `kind` in a GPU instance; its id. For the daemon.
+    /// Creates a compute instance with the profile `kind` in a GPU instance; returns its id. For the daemon.
     pub fn create_compute_instance(
         &self,
         gpu: usize,
@@ -159,7 +159,7 @@ impl Shared {
         let words = &state.instances[place.instance].compute[place.compute];
         words.serial.store(0, Ordering::Release);
         let slices = state.model().map_or(1, |model| model.whole().slices);
-        // What has run on the GPU stays counted.
+        // The time that its kernels ran on the GPU stays counted.
         state
             .turns
             .add_ran(words.turns.ran() * u64::from(it.profile.slices) / u64::from(slices));
@@ -232,7 +232,7 @@ impl Shared {
     }
 }
 
-/// The UUID of a new compute instance, in the form of drivers' (version 5).
+/// The UUID of a new compute instance, in the form that drivers use (version 5).
 fn mig_uuid(gpu: &[u8; 16], instance: u32, serial: u64) -> [u8; 16] {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let nanos = now.map_or(0, |now| now.as_nanos());
