@@ -93,7 +93,7 @@ fn table(functions: &[(&str, Option<u32>)]) -> String {
         write!(declarations, "pub fn {function}();").expect("to memory");
     }
     for (name, Forms { legacy, per_thread }) in &names {
-        // A version without a form of its own for per-thread streams has one form for both.
+        // A version without a separate form for per-thread streams has one form for both.
         let mut both = per_thread.clone();
         if let Some((first, _)) = per_thread.first_key_value() {
             for (since, function) in legacy.range(first..) {

@@ -160,7 +160,7 @@ fn lock_slot(at: usize, memory: &impl Locks, files: &impl Locks) -> bool {
 
 /// The error that all [`SLOTS`] belong to living processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
+pub struct AccountFull;
 
 /// A process's slot in an account, from [`Account::join`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,7 +176,7 @@ impl<const N: usize> Account<N> {
         files: &impl Locks,
         pid: u64,
         start: usize,
-    ) -> Result<SlotIndex, Full> {
+    ) -> Result<SlotIndex, AccountFull> {
         // First the slots without a mark, because most slots with one have an owner. Then all.
         for marked_too in [false, true] {
             for nth in 0..N {
@@ -194,7 +194,7 @@ impl<const N: usize> Account<N> {
                 return Ok(SlotIndex(at));
             }
         }
-        Err(Full)
+        Err(AccountFull)
     }
 
     /// Bytes that all processes together hold or have reserved, without their spares.

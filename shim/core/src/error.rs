@@ -57,7 +57,7 @@ pub enum PageError {
 /// A piece of a message. The shim composes messages without `core::fmt`, which would be a tenth of its
 /// size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part<'a> {
+pub enum MessagePart<'a> {
     /// Words.
     Text(&'a str),
     /// A decimal number.
@@ -67,8 +67,8 @@ pub enum Part<'a> {
 impl PageError {
     /// The message, piece by piece.
     #[must_use]
-    pub fn parts(&self) -> [Part<'static>; 5] {
-        use Part::{Number, Text};
+    pub fn parts(&self) -> [MessagePart<'static>; 5] {
+        use MessagePart::{Number, Text};
 
         let number = |number: u32| Number(u64::from(number));
         let words = |words| [Text(words), Text(""), Text(""), Text(""), Text("")];
@@ -131,8 +131,8 @@ impl PageError {
 impl fmt::Display for PageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.parts().iter().try_for_each(|part| match part {
-            Part::Text(text) => f.write_str(text),
-            Part::Number(number) => write!(f, "{number}"),
+            MessagePart::Text(text) => f.write_str(text),
+            MessagePart::Number(number) => write!(f, "{number}"),
         })
     }
 }

@@ -48,10 +48,10 @@ pub mod underway;
 pub mod uuid;
 mod ways;
 
-pub use account::{Account, Full, Locks, SlotIndex};
+pub use account::{Account, AccountFull, Locks, SlotIndex};
 pub use blocks::Blocks;
 pub use cap::{CapPage, ComputePolicy};
-pub use error::{PageError, Part};
+pub use error::{MessagePart, PageError};
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
 pub use pace::Pace;
 pub use physical::{Freed, Physical};

@@ -2,7 +2,7 @@
 
 /// There is no room for another value, or its key is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
+pub struct MapFull;
 
 /// Values by number (not 0), in open addressing.
 #[repr(C)]
@@ -48,14 +48,14 @@ impl<V: Copy, const N: usize> Map<V, N> {
         }
     }
 
-    pub fn put(&mut self, key: u64, value: V) -> Result<(), Full> {
+    pub fn put(&mut self, key: u64, value: V) -> Result<(), MapFull> {
         if key == 0 {
-            return Err(Full);
+            return Err(MapFull);
         }
         let (at, there) = self.find(key);
         if !there {
             if self.len >= Self::MOST {
-                return Err(Full);
+                return Err(MapFull);
             }
             self.len += 1;
             self.keys[at] = key;

@@ -35,7 +35,7 @@ use core::num::NonZeroU64;
 
 use crate::map::Map;
 
-pub use crate::map::Full;
+pub use crate::map::MapFull;
 
 /// Memory that has no use left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,7 +198,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         bytes: u64,
         device: u8,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         self.create_in(0, handle, bytes, device, freed)
     }
 
@@ -210,7 +210,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         bytes: u64,
         device: u8,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         self.replace_handle(handle, freed);
         let of = self.create_without_handle(bytes, device)?.number();
         let noted = self.put_handle(handle, of, context);
@@ -223,7 +223,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
     }
 
     /// Notes memory without a handle, with one use, which [`let_go`](Self::let_go) ends.
-    pub fn create_without_handle(&mut self, bytes: u64, device: u8) -> Result<Id, Full> {
+    pub fn create_without_handle(&mut self, bytes: u64, device: u8) -> Result<Id, MapFull> {
         let id = Id(self.next());
         let allocation = Allocation {
             bytes,
@@ -243,7 +243,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
     }
 
     /// Notes that a handle stands for an allocation, with one use.
-    fn put_handle(&mut self, handle: u64, of: u64, context: u64) -> Result<(), Full> {
+    fn put_handle(&mut self, handle: u64, of: u64, context: u64) -> Result<(), MapFull> {
         let born = self.tick();
         let noted = Handle {
             of,
@@ -292,7 +292,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         bytes: u64,
         device: u8,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<Imported, Full> {
+    ) -> Result<Imported, MapFull> {
         if self.use_again(handle) {
             return Ok(Imported::Again);
         }
@@ -413,7 +413,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
 
     /// Notes a descriptor that keeps the memory of `held` and takes over its use. Returns the witness that is used for
     /// it, which is that of another export if that is of the same file.
-    pub fn add_export(&mut self, held: Id, export: Export) -> Result<i32, Full> {
+    pub fn add_export(&mut self, held: Id, export: Export) -> Result<i32, MapFull> {
         let same_file = |other: &Export| other.file == export.file;
         let other = self.exports.next(0, same_file);
         let witness = other.map_or(export.witness, |(_, _, other)| other.witness);
@@ -500,7 +500,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         handle: u64,
         held: Id,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         if let Some(found) = self.handles.get_mut(handle)
             && found.of == held.number()
         {
@@ -525,7 +525,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         length: u64,
         owner: u64,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         self.unbind(place, freed);
         let after = if owner == 0 {
             0

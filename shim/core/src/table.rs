@@ -60,7 +60,7 @@ const fn age(stamp: u64, ended: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableFull;
 
-/// Buckets that a pointer may be in.
+/// The number of buckets in which a pointer may be.
 const BUCKETS: usize = 4;
 const BYTES_BITS: u32 = 48;
 
@@ -70,9 +70,9 @@ pub const MAX_BYTES: u64 = (1 << BYTES_BITS) - 1;
 #[repr(C)]
 #[derive(Debug)]
 struct Bucket {
-    /// 0: free. Set last when entering, and first when leaving, by whoever owns the pointer.
+    /// 0: free. Set first when an entry is put in, and cleared last when it is taken out.
     keys: [AtomicU64; WAYS],
-    /// Bytes + 1 in the low 48 bits, device above; 0: nothing there (yet, or any more).
+    /// Bytes + 1 in the low 48 bits, device above; 0: no entry yet, or no longer. Set last and cleared first.
     values: [AtomicU64; WAYS],
     contexts: [AtomicU64; WAYS],
 }
@@ -393,7 +393,7 @@ mod tests {
         }
     }
 
-    /// The driver hands a context's handle out again before what was in the former one is taken out.
+    /// The driver reuses a context's handle before the former context's entries are taken out.
     #[test]
     fn what_a_later_context_has_stays_its_own() {
         const CONTEXT: u64 = 0x7f00_1234_5000;

@@ -14,14 +14,14 @@ pub struct Underway(AtomicU64);
 /// A call that began.
 #[derive(Debug)]
 #[must_use = "end it"]
-pub struct Begun {
+pub struct BegunCall {
     at: u64,
     was_alone: bool,
 }
 
 /// The calls that were observed at an instant.
 #[derive(Clone, Copy, Debug)]
-pub struct Seen(u64);
+pub struct Observation(u64);
 
 /// Calls are counted in the lower half of the word; beginnings and ends in the upper.
 const EVENT: u64 = 1 << 32;
@@ -34,16 +34,16 @@ impl Underway {
     }
 
     /// Begins a call.
-    pub fn begin(&self) -> Begun {
+    pub fn begin(&self) -> BegunCall {
         let before = self.0.fetch_add(EVENT + 1, Ordering::AcqRel);
-        Begun {
+        BegunCall {
             at: before.wrapping_add(EVENT + 1),
             was_alone: before & COUNT == 0,
         }
     }
 
     /// Ends a call; returns whether no other one was in progress at any time since it began.
-    pub fn end(&self, begun: &Begun) -> bool {
+    pub fn end(&self, begun: &BegunCall) -> bool {
         let before = self.0.fetch_add(EVENT - 1, Ordering::AcqRel);
         begun.was_alone && before == begun.at
     }
@@ -59,12 +59,12 @@ impl Underway {
     }
 
     /// Notes the calls, before the driver is asked for its state.
-    pub fn observe(&self) -> Seen {
-        Seen(self.0.load(Ordering::Acquire))
+    pub fn observe(&self) -> Observation {
+        Observation(self.0.load(Ordering::Acquire))
     }
 
     /// Ends a call if no other one began or ended since then.
-    pub fn end_if_unchanged(&self, seen: Seen) -> bool {
+    pub fn end_if_unchanged(&self, seen: Observation) -> bool {
         self.0
             .compare_exchange(
                 seen.0,
@@ -76,7 +76,7 @@ impl Underway {
     }
 }
 
-impl Seen {
+impl Observation {
     /// Whether there was one call.
     #[must_use]
     pub const fn is_last(self) -> bool {

@@ -92,7 +92,7 @@ impl Slot {
         let (at, files) = match Self::join(name, account, &live, &file) {
             Ok(joined) => joined,
             Err(refused) => {
-                // SAFETY: nobody has seen it.
+                // SAFETY: nothing else uses it yet.
                 unsafe { live.unmap() };
                 return Err(refused);
             }
@@ -133,7 +133,7 @@ impl Slot {
     ///
     /// # Safety
     ///
-    /// Nobody uses it any more.
+    /// Nothing uses it any more.
     unsafe fn leave(self) {
         drop(self.files);
         // SAFETY: the caller's promise.
@@ -174,7 +174,7 @@ impl JoinedShare {
             Some(bytes) => match take(paths::RESIDENT, bytes) {
                 Ok(resident) => Some(resident),
                 Err(refused) => {
-                    // SAFETY: nobody has seen it.
+                    // SAFETY: nothing else uses it yet.
                     unsafe { memory.leave() };
                     return Err(refused);
                 }
@@ -195,7 +195,7 @@ impl JoinedShare {
     ///
     /// # Safety
     ///
-    /// Nobody uses it any more.
+    /// Nothing uses it any more.
     pub unsafe fn leave(self) {
         // SAFETY: the caller's promise.
         unsafe {

@@ -44,7 +44,7 @@ pub enum State {
     Graphs,
     /// The variables of a device's modules. The floor is their charge.
     Modules,
-    /// The code of a device's modules, charged in the same way. The driver puts it into blocks of its own.
+    /// The code of a device's modules, charged in the same way. The driver puts it into separate blocks.
     Code,
     /// A pool that is being destroyed.
     Ending,

@@ -206,11 +206,11 @@ hooks! {
         |driver| memory::allocate(Asked::Managed, bytes as u64, pointer, driver);
     fn cuMemAllocPitch(pointer: *mut CUdeviceptr_v1, pitch: *mut u32, width: u32, height: u32, element: u32)
         |driver| memory::allocate_pitched(pointer, pitch, Rows { width: u64::from(width), height: u64::from(height), element }, driver,
-            // SAFETY: frees what the driver has just allocated and nobody has seen.
+            // SAFETY: frees what the driver has just allocated and nothing else uses.
             |pointer| unsafe { real!(cuMemFree: fn(CUdeviceptr_v1))(pointer) });
     fn cuMemAllocPitch_v2(pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: u32)
         |driver| memory::allocate_pitched(pointer, pitch, Rows { width: width as u64, height: height as u64, element }, driver,
-            // SAFETY: frees what the driver has just allocated and nobody has seen.
+            // SAFETY: frees what the driver has just allocated and nothing else uses.
             |pointer| unsafe { real!(cuMemFree_v2: fn(CUdeviceptr))(pointer) });
     fn cuMemAlloc_v2(pointer: *mut CUdeviceptr, bytes: usize)
         |driver| memory::allocate(Asked::Device, bytes as u64, pointer, driver);

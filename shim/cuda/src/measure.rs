@@ -277,7 +277,7 @@ fn query(event: CUevent) -> CUresult {
 }
 
 fn destroy(event: CUevent) {
-    // SAFETY: an event of ours, which nobody uses from now on.
+    // SAFETY: an event of ours, which is no longer used.
     unsafe { real!(cuEventDestroy_v2: fn(CUevent))(event) };
 }
 

@@ -9,7 +9,7 @@
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicBool, Ordering};
 
-use tranche_shim_core::{GpuUuid, Part, paths};
+use tranche_shim_core::{GpuUuid, MessagePart, paths};
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::container_shares::{self, Share, refuse_mps};
 use tranche_shim_runtime::sys::{self, Errno};
@@ -47,11 +47,11 @@ pub fn prepare() -> Result<(), CUresult> {
         return Ok(());
     };
     sys::is_served(paths::MPS_CONTROL).map_err(|Errno(errno)| {
-        let errno = Part::Number(u64::from(errno.unsigned_abs()));
+        let errno = MessagePart::Number(u64::from(errno.unsigned_abs()));
         let Refused = refuse_mps(&[
-            Part::Text("no daemon takes clients at /tmp/nvidia-mps/control (errno "),
+            MessagePart::Text("no daemon takes clients at /tmp/nvidia-mps/control (errno "),
             errno,
-            Part::Text(")"),
+            MessagePart::Text(")"),
         ]);
         CUresult::MPS_CONNECTION_FAILED
     })?;
@@ -65,7 +65,7 @@ pub fn check(share: &Share) -> Result<(), Refused> {
     if share.mps_threads.is_none() || IS_CLIENT.load(Ordering::Relaxed) {
         return Ok(());
     }
-    Err(refuse_mps(&[Part::Text(
+    Err(refuse_mps(&[MessagePart::Text(
         "/tmp/nvidia-mps is missing in a container with a concurrent share",
     )]))
 }
@@ -89,7 +89,7 @@ fn add(client: &mut Option<Client>, share: &Share) -> Result<(), Refused> {
             client.memory = client.memory.saturating_add(memory);
             Ok(())
         }
-        Some(_) => Err(refuse_mps(&[Part::Text(
+        Some(_) => Err(refuse_mps(&[MessagePart::Text(
             "this container has concurrent shares of two GPUs, and a process can be the client of one daemon: give it shares of one \
              GPU",
         )])),
@@ -117,9 +117,9 @@ impl Client {
             }
             sys::set_environment(name, value).map_err(|Errno(errno)| {
                 refuse_mps(&[
-                    Part::Text("a limit cannot be set in the environment (errno "),
-                    Part::Number(u64::from(errno.unsigned_abs())),
-                    Part::Text(")"),
+                    MessagePart::Text("a limit cannot be set in the environment (errno "),
+                    MessagePart::Number(u64::from(errno.unsigned_abs())),
+                    MessagePart::Text(")"),
                 ])
             })?;
         }

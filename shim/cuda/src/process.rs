@@ -172,7 +172,7 @@ fn map() -> Result<&'static Process, NotMapped> {
         // physical memory, no pools, no launches, no kernels and free locks.
         Ok(_) => Ok(unsafe { &*fresh }),
         Err(other) => {
-            // SAFETY: nobody has seen this one.
+            // SAFETY: nothing else uses this one.
             unsafe { sys::unmap(mapping) };
             // SAFETY: as above, of the thread that was first.
             Ok(unsafe { &*other })
@@ -282,7 +282,7 @@ impl Joined {
         let count = core::mem::take(&mut self.share_count);
         for place in self.shares.iter().take(count) {
             // SAFETY: those before `share_count` were written, and are read for the last time. The
-            // process has not joined, so that nobody knows of them.
+            // process has not joined, so nothing else uses them.
             unsafe { place.assume_init_read().leave() };
         }
     }
@@ -301,7 +301,7 @@ impl Joined {
 impl Process {
     #[inline]
     fn joined(&self) -> &Joined {
-        // SAFETY: a `Process` is handed out as joined only, and then nobody writes to it.
+        // SAFETY: a `Process` is handed out only after it has joined, and then it is not written to.
         unsafe { &*self.joined.get() }
     }
 

@@ -10,7 +10,7 @@
 use core::ffi::{CStr, c_char, c_int};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use tranche_shim_core::Part;
+use tranche_shim_core::MessagePart;
 use tranche_shim_runtime::complain::refuse;
 
 use crate::abi::{CUresult, Function};
@@ -46,9 +46,9 @@ pub fn ours(
         return result;
     }
     let _ = refuse(&[&[
-        Part::Text("this driver has a variant of "),
-        Part::Text(name.to_str().unwrap_or("a function")),
-        Part::Text(
+        MessagePart::Text("this driver has a variant of "),
+        MessagePart::Text(name.to_str().unwrap_or("a function")),
+        MessagePart::Text(
             " that this release of Tranche does not know; it is refused, since it would escape the cap: use a newer release",
         ),
     ]]);

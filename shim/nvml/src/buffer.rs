@@ -38,7 +38,7 @@ impl<T: Plain> Buffer<T> {
     /// The first `len` entries.
     pub fn seen(&self, len: usize) -> &[T] {
         let start: *const T = self.mapping.start.as_ptr().cast();
-        // SAFETY: as in `first`; nobody writes while this is borrowed.
+        // SAFETY: as in `first`; nothing writes while this is borrowed.
         unsafe { core::slice::from_raw_parts(start, len.min(self.len)) }
     }
 

@@ -7,7 +7,7 @@ use core::ffi::CStr;
 
 use tranche_shim_core::compute::{RefillPage, refill};
 use tranche_shim_core::paths;
-use tranche_shim_core::{AccountPage, CapPage, GpuUuid, PageError, Part, cap, layout};
+use tranche_shim_core::{AccountPage, CapPage, GpuUuid, MessagePart, PageError, cap, layout};
 
 use crate::complain::{Refused, refuse};
 use crate::sys::{Errno, File, NotMapped};
@@ -41,7 +41,7 @@ pub struct Name([u8; 256]);
 pub const BLOCK: u64 = 2 << 20;
 
 /// The remedy for an invalid share, as the end of a message.
-const REMEDY: &[Part<'_>] = &[Part::Text(
+const REMEDY: &[MessagePart<'_>] = &[MessagePart::Text(
     "; the GPU is not used: recreate the pod, and if that does not help, see the log of \
      tranche-kubelet-plugin on its node",
 )];
@@ -49,13 +49,13 @@ const REMEDY: &[Part<'_>] = &[Part::Text(
 /// Calls `visit` with every share, in no particular order. There must be at least one.
 pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), Refused> {
     let unreadable = |Errno(errno)| {
-        let errno = Part::Number(u64::from(errno.unsigned_abs()));
+        let errno = MessagePart::Number(u64::from(errno.unsigned_abs()));
         let why = [
-            Part::Text(": cannot be read (errno "),
+            MessagePart::Text(": cannot be read (errno "),
             errno,
-            Part::Text("): this container has no share of a GPU"),
+            MessagePart::Text("): this container has no share of a GPU"),
         ];
-        refuse(&[&[Part::Text(paths::SHARES)], &why, REMEDY])
+        refuse(&[&[MessagePart::Text(paths::SHARES)], &why, REMEDY])
     };
     let mut count = 0;
     let folder =
@@ -67,8 +67,8 @@ pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), 
         })
         .map_err(unreadable)??;
     if count == 0 {
-        let why = Part::Text(": empty: this container has no share of a GPU");
-        return Err(refuse(&[&[Part::Text(paths::SHARES), why], REMEDY]));
+        let why = MessagePart::Text(": empty: this container has no share of a GPU");
+        return Err(refuse(&[&[MessagePart::Text(paths::SHARES), why], REMEDY]));
     }
     Ok(())
 }
@@ -76,34 +76,34 @@ pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), 
 /// Refuses a GPU that is visible but has no share.
 pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
     let text = gpu.text();
-    let name = Part::Text(core::str::from_utf8(&text).unwrap_or("a GPU"));
+    let name = MessagePart::Text(core::str::from_utf8(&text).unwrap_or("a GPU"));
     refuse(&[
         &[
             name,
-            Part::Text(": visible here, but without a page in "),
-            Part::Text(paths::SHARES),
-            Part::Text(" is for it"),
+            MessagePart::Text(": visible here, but without a page in "),
+            MessagePart::Text(paths::SHARES),
+            MessagePart::Text(" is for it"),
         ],
         REMEDY,
     ])
 }
 
 /// Refuses a concurrent share without a serving MPS daemon, or one whose client this process is not.
-pub fn refuse_mps(why: &[Part<'_>]) -> Refused {
-    let remedy = Part::Text(
+pub fn refuse_mps(why: &[MessagePart<'_>]) -> Refused {
+    let remedy = MessagePart::Text(
         "; the GPU is not used: a daemon that ended is started again within seconds; if this does not help, see the log of tranche-mps on \
          this pod's node",
     );
-    refuse(&[&[Part::Text("MPS: ")], why, &[remedy]])
+    refuse(&[&[MessagePart::Text("MPS: ")], why, &[remedy]])
 }
 
 /// Refuses more shares or GPUs than the shim supports.
 pub fn refuse_too_many() -> Refused {
-    let most = Part::Number(paths::MAX_SHARES as u64);
+    let most = MessagePart::Number(paths::MAX_SHARES as u64);
     refuse(&[
         &[
-            Part::Text(paths::SHARES),
-            Part::Text(": more shares or GPUs than "),
+            MessagePart::Text(paths::SHARES),
+            MessagePart::Text(": more shares or GPUs than "),
             most,
         ],
         REMEDY,
@@ -115,16 +115,18 @@ pub fn refuse_memory(why: NotMapped) -> Refused {
     match why {
         NotMapped::Map(errno) => refuse(&[
             &[
-                Part::Text("no address space for the tables of the GPU's share (mmap: errno "),
+                MessagePart::Text(
+                    "no address space for the tables of the GPU's share (mmap: errno ",
+                ),
                 number(errno),
-                Part::Text(")"),
+                MessagePart::Text(")"),
             ],
             REMEDY,
         ]),
         NotMapped::Advise(errno) => refuse(&[&[
-            Part::Text("this kernel refuses madvise(MADV_WIPEONFORK) (errno "),
+            MessagePart::Text("this kernel refuses madvise(MADV_WIPEONFORK) (errno "),
             number(errno),
-            Part::Text(
+            MessagePart::Text(
                 "), which keeps a child process from using its parent's GPU memory; the GPU is not \
                  used: Linux has it since 4.14, gVisor does not, so run the pod with a runtime class \
                  without a sandbox",
@@ -133,8 +135,8 @@ pub fn refuse_memory(why: NotMapped) -> Refused {
     }
 }
 
-fn number(Errno(errno): Errno) -> Part<'static> {
-    Part::Number(u64::from(errno.unsigned_abs()))
+fn number(Errno(errno): Errno) -> MessagePart<'static> {
+    MessagePart::Number(u64::from(errno.unsigned_abs()))
 }
 
 impl Share {
@@ -143,7 +145,7 @@ impl Share {
         let wrong = |error| name.refuse_page(paths::CAP, error);
         let file = File::open(name.file(paths::CAP).end(), false).map_err(unreadable)?;
         if !file.is_on_read_only_tmpfs().map_err(unreadable)? {
-            let why = Part::Text("must be on a read-only mount of a tmpfs");
+            let why = MessagePart::Text("must be on a read-only mount of a tmpfs");
             return Err(name.refuse(paths::CAP, &[why]));
         }
         let mut page = [0; cap::LEN];
@@ -210,17 +212,17 @@ impl Name {
         path
     }
 
-    fn refuse(&self, file: &str, why: &[Part<'_>]) -> Refused {
+    fn refuse(&self, file: &str, why: &[MessagePart<'_>]) -> Refused {
         let name = core::str::from_utf8(self.bytes()).unwrap_or("?");
-        let slash = Part::Text("/");
+        let slash = MessagePart::Text("/");
         refuse(&[
             &[
-                Part::Text(paths::SHARES),
+                MessagePart::Text(paths::SHARES),
                 slash,
-                Part::Text(name),
+                MessagePart::Text(name),
                 slash,
-                Part::Text(file),
-                Part::Text(": "),
+                MessagePart::Text(file),
+                MessagePart::Text(": "),
             ],
             why,
             REMEDY,
@@ -232,9 +234,9 @@ impl Name {
         self.refuse(
             file,
             &[
-                Part::Text("cannot be read (errno "),
+                MessagePart::Text("cannot be read (errno "),
                 number(errno),
-                Part::Text(")"),
+                MessagePart::Text(")"),
             ],
         )
     }
@@ -248,11 +250,11 @@ impl Name {
         self.refuse(
             file,
             &[
-                Part::Text("cannot be mapped ("),
-                Part::Text(call),
-                Part::Text(": errno "),
+                MessagePart::Text("cannot be mapped ("),
+                MessagePart::Text(call),
+                MessagePart::Text(": errno "),
                 number(errno),
-                Part::Text(")"),
+                MessagePart::Text(")"),
             ],
         )
     }
@@ -265,7 +267,7 @@ impl Name {
     pub fn refuse_immovable(&self) -> Refused {
         self.refuse(
             paths::CAP,
-            &[Part::Text(
+            &[MessagePart::Text(
                 "memory is oversubscribed, but the driver cannot move it here (concurrentManagedAccess is 0)",
             )],
         )
@@ -273,10 +275,10 @@ impl Name {
 
     /// Every slot of the share's account in this file belongs to a living process.
     pub fn refuse_full(&self, account: &str) -> Refused {
-        let most = Part::Number(layout::SLOTS as u64);
+        let most = MessagePart::Number(layout::SLOTS as u64);
         self.refuse(
             account,
-            &[most, Part::Text(" processes use the share already")],
+            &[most, MessagePart::Text(" processes use the share already")],
         )
     }
 

@@ -15,7 +15,7 @@ use core::ffi::{CStr, c_void};
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use tranche_shim_core::Part;
+use tranche_shim_core::MessagePart;
 
 use crate::complain::refuse;
 use crate::loader::Loader;
@@ -83,8 +83,8 @@ impl Library {
         if glibc.is_null() {
             let path = self.path.to_str().unwrap_or("");
             let _ = refuse(&[&[
-                Part::Text(path),
-                Part::Text(
+                MessagePart::Text(path),
+                MessagePart::Text(
                     ": NVIDIA's driver needs the GNU C library, and this program has another (musl?); the GPU is \
                      not used: use an image with glibc, or install gcompat",
                 ),
@@ -109,10 +109,10 @@ impl Library {
         let remedy = "; the GPU is not used: see whether the node's NVIDIA driver is installed, then recreate the pod";
         let path = self.path.to_str().unwrap_or("");
         let _ = refuse(&[&[
-            Part::Text(path),
-            Part::Text(why),
-            Part::Text(more),
-            Part::Text(remedy),
+            MessagePart::Text(path),
+            MessagePart::Text(why),
+            MessagePart::Text(more),
+            MessagePart::Text(remedy),
         ]]);
     }
 
@@ -188,7 +188,7 @@ macro_rules! library {
 
         /// The address of the `nth` of our symbols that do more than forward.
         pub fn handled(nth: usize) -> Option<$crate::names::Ours> {
-            // SAFETY: the table above, which the build script makes with so many entries, and which nobody writes to.
+            // SAFETY: the table above, which the build script makes with so many entries, and which is never written to.
             let table = unsafe { &DISTANCES };
             let distance = isize::try_from(*table.get(nth)?).ok()?;
             let start = core::ptr::from_ref(table).cast::<()>();

@@ -344,8 +344,8 @@ impl World {
         })
     }
 
-    /// Adds an oversubscribed share of `limit` bytes, of which so many may be memory that cannot move, on a GPU where a context
-    /// takes so many.
+    /// Adds an oversubscribed share of `limit` bytes, with `resident` bytes for memory that cannot move, on a GPU where a
+    /// context takes `context` bytes.
     pub fn share_oversubscribed(
         &self,
         key: &str,

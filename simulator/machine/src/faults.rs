@@ -3,9 +3,9 @@
 //! ```toml
 //! [[fault]]
 //! call = "nvmlDeviceCreateGpuInstance"
-//! after = 1        # how many calls are carried out before
+//! after = 1        # how many calls are executed before
 //! times = 1        # how many calls are affected then; all without it
-//! code = 23        # the call returns this; without it the call is carried out
+//! code = 23        # the call returns this; without it the call is executed
 //! delay_ms = 500   # how long the call waits
 //! ```
 //!

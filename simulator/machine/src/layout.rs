@@ -209,7 +209,7 @@ pub struct GpuState {
     /// Virtual time of a kernel whose name contains no time, in nanoseconds.
     pub kernel_nanos: u64,
 
-    /// The holder of the lock on the fields that change: 0 for nobody, a slot's index + 1, or the daemon.
+    /// The holder of the lock on the fields that change: 0 for none, a slot's index + 1, or the daemon.
     pub lock: AtomicU32,
     /// 1 when persistence mode is on.
     pub persistence: AtomicU32,

@@ -88,7 +88,7 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Each GPU has an IOMMU group of its own.
+/// Each GPU has its own IOMMU group.
 fn group_of(gpu: u32) -> u32 {
     gpu + 1
 }

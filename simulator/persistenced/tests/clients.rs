@@ -172,7 +172,7 @@ fn gpm_tells_since_hopper_what_ran_between_two_samples() {
     let before = device.gpm_sample().unwrap();
     program.ask("launch sim_busy_20ms 50");
     let after = device.gpm_sample().unwrap();
-    // The first sample is of a moment before it is asked for.
+    // The first sample is from a moment before it is requested.
     let seconds = begun.elapsed().as_secs_f64() + 0.1;
     let busy = metrics(&nvml, [&before, &after], &ids);
     // Kernels of one second.

@@ -1,4 +1,4 @@
-//! A kernel that accesses memory which is not allocated, and whom its fault reaches.
+//! A kernel that accesses memory which is not allocated, and the processes that its fault affects.
 
 use crate::common;
 

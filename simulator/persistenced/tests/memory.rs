@@ -134,7 +134,7 @@ fn programs_survive_the_daemon_and_its_successor_frees_the_dead() {
     machine.wait_for_used(0, 0);
 }
 
-/// A process that finds the daemon's socket can connect to it, however early.
+/// A process that finds the daemon's socket can always connect to it.
 #[test]
 fn a_socket_that_exists_listens() {
     let mut machine = Machine::start("H100-80", 1);

@@ -51,7 +51,7 @@ struct Kernel {
 /// In `waited`: never waits.
 const EXEMPT: u64 = 1 << 63;
 
-/// A measured launch: one word, so that its two numbers belong together. 0 is none.
+/// A measured launch: one word, so that its two numbers belong together. 0 means none.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Point {
     work: f32,
@@ -285,7 +285,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever was measured, a prediction is a number of nanoseconds near a measured one.
+        /// After any measurements, a prediction is near a measured number of nanoseconds.
         #[test]
         fn a_prediction_is_bounded(
             measured in proptest::collection::vec((1u64.., 1..1u64 << 40), 1..20), work: u64,

@@ -45,7 +45,7 @@ fn payments_add_up() {
     });
 }
 
-/// The node writes twice while a process reads: it reads one of the three refills, whole, or none.
+/// The node writes twice while a process reads: the process reads one of the three refills completely, or none.
 #[test]
 fn a_refill_is_read_whole() {
     explore(3, || {
