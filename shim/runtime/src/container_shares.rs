@@ -82,7 +82,6 @@ pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
             name,
             MessagePart::Text(": visible here, but without a page in "),
             MessagePart::Text(paths::SHARES),
-            MessagePart::Text(" is for it"),
         ],
         REMEDY,
     ])
