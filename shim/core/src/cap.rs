@@ -8,8 +8,8 @@
 //! | 16 | 8 | memory limit in bytes, `u64::MAX` for none |
 //! | 24 | 4 | cores in percent of the GPU's time, 0 for no limit |
 //! | 28 | 4 | percent of the GPU's threads of each MPS client, 0 for a share without MPS |
-//! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 where that is not known |
-//! | 40 | 8 | bytes of the memory limit that may lie on the GPU and cannot move, 0 where memory is not oversubscribed |
+//! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 if unknown |
+//! | 40 | 8 | bytes of the memory limit for memory that cannot move from the GPU, 0 if memory is not oversubscribed |
 //! | 64 | 64 | GPU UUID as NVML prints it |
 //! | 128 | 64 | UID of the claim |
 //! | 192 | 256 | device key: the share's folder name |
@@ -68,10 +68,10 @@ pub struct CapPage<'a> {
     /// The most device memory all processes of the share hold together, in bytes, at least 1;
     /// `None` for a device without a cap (exclusive, timeshared).
     pub memory_limit: Option<u64>,
-    /// Where the GPU's memory is oversubscribed: the most of the limit that may be memory which the driver cannot move to
-    /// the host, in bytes, from 1 to the limit. `None` where all of the limit may.
+    /// If the GPU's memory is oversubscribed: how much of the limit may be memory that the driver cannot move to the host,
+    /// in bytes, from 1 to the limit. `None` for all of the limit.
     pub resident_limit: Option<u64>,
-    /// Bytes that one CUDA context takes on this GPU, 0 where that is not known. The share has room
+    /// Bytes that one CUDA context takes on this GPU, 0 if unknown. The share has room
     /// for one context beside its memory: its first context is free, every further one is charged
     /// this much.
     pub context_memory: u64,

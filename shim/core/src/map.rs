@@ -21,7 +21,7 @@ impl<V: Copy, const N: usize> Map<V, N> {
         (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % N
     }
 
-    /// Where a key is, or the free place where it would be.
+    /// The place of a key, or the free place for it.
     fn find(&self, key: u64) -> (usize, bool) {
         let mut at = Self::home(key);
         // There is always a free place.

@@ -1,7 +1,8 @@
 //! The paths of the pages and the real driver in a capped container. They are constants, so that
 //! nothing in the container (an environment variable, a configuration file) can redirect the shim.
 
-/// One folder per share, named after the device key, with the files [`CAP`] and [`ACCOUNT`], and [`RESIDENT`] where memory is oversubscribed.
+/// One folder per share, named after the device key, with the files [`CAP`] and [`ACCOUNT`], and [`RESIDENT`] if
+/// memory is oversubscribed.
 pub const SHARES: &str = "/usr/lib/tranche/shares";
 
 /// The cap page's file name in a share's folder. On a read-only mount of a tmpfs.

@@ -58,7 +58,7 @@ pub struct Version(u64);
 pub struct DriverAnswer {
     /// The version when the driver was asked.
     pub seen: Version,
-    /// Bytes that the driver has for the pool, or the [`floor`](PoolCharge::floor) where that is more.
+    /// Bytes that the driver has for the pool, or the [`floor`](PoolCharge::floor) if that is more.
     pub now: u64,
     /// The least charge in bytes: [`least`](PoolCharge::least).
     pub least: u64,

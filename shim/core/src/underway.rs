@@ -163,7 +163,7 @@ mod model {
     }
 
     /// A primary context is released by one thread and retained by another. The last of the calls asks the driver,
-    /// and gives the charge back where the context is gone; a retain without a charge makes one first.
+    /// and gives the charge back if the context is gone; a retain without a charge makes one first.
     #[test]
     fn a_context_that_exists_is_charged() {
         loom::model(|| {

@@ -56,7 +56,7 @@ impl Stream {
     /// The graph that is captured.
     pub fn graph(self) -> Option<CUgraph> {
         let (mut status, mut id, mut graph, none) = (0, 0, 0, ptr::null_mut::<usize>());
-        // SAFETY: the handle is what the program passes to the driver as a stream; null where nothing is asked for.
+        // SAFETY: the handle is what the program passes to the driver as a stream; null for values that are not needed.
         // Either version is there, and writes the graph as its fourth.
         let result = unsafe {
             if real_if_any(index::cuStreamGetCaptureInfo_v2).is_some() {

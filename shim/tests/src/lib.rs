@@ -476,7 +476,7 @@ fn new_folder() -> PathBuf {
 /// The probe's executable.
 #[must_use]
 pub fn probe_path() -> PathBuf {
-    // Cargo leaves programs in its target folder, and tests where CARGO_BUILD_BUILD_DIR says.
+    // Cargo puts programs into its target folder, and tests into CARGO_BUILD_BUILD_DIR.
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     let target =
         target.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"));

@@ -80,6 +80,6 @@ pub fn move_over(source: &Path, target: &Path) {
 
 /// Removes a mount, now or after its last user has ended.
 pub fn detach(target: &Path) {
-    // SAFETY: a C string. Where it fails, the namespace's end does the same.
+    // SAFETY: a C string. If it fails, the end of the namespace removes the mount.
     unsafe { libc::umount2(c_path(target).as_ptr(), libc::MNT_DETACH) };
 }

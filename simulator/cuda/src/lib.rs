@@ -5,7 +5,7 @@
 //!      (api)           (cuInit)                       └─► stream + timeline (time)
 //! ```
 //!
-//! Memory is real: a device pointer is the address of a private mapping that takes host memory only where it is written,
+//! Memory is real: a device pointer is the address of a private mapping, which takes host memory only when it is written,
 //! and every copy moves bytes. Time is virtual: a kernel computes nothing but takes time of its GPU in the order of its
 //! stream, and a thread that waits for it sleeps. A kernel's time is in its name (`sim_busy_250us`) or in the machine
 //! file; see [`module`].

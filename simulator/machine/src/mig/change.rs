@@ -257,7 +257,7 @@ mod tests {
         page
     }
 
-    /// A GPU instance and its whole compute instance: where they are.
+    /// Creates a GPU instance and a compute instance of all of it; returns the partition.
     fn make(page: &Shared, kind: u32) -> Partition {
         let instance = page.create_gpu_instance(0, kind, None).unwrap();
         let of = page.gpus[0].gpu_instance(instance as usize).unwrap();
