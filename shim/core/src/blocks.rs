@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_can_leave_alone() {
+    fn an_allocation_alone_in_its_block_can_leave() {
         let blocks = fresh::<4>();
         assert!(!blocks.leave_if_last(7), "nothing is there");
         assert_eq!(blocks.enter(7), Ok(true));
@@ -219,7 +219,7 @@ mod tests {
 
     /// With any number of threads, as many are first in a block as are last.
     #[test]
-    fn firsts_and_lasts_are_as_many() {
+    fn a_block_has_as_many_firsts_as_lasts() {
         use core::sync::atomic::{AtomicI64, Ordering};
         let blocks = fresh::<2>();
         let charged = AtomicI64::new(0);

@@ -547,7 +547,7 @@ mod tests {
 
     /// One allocation claims what the pool has, and another one with its own reservation uses it first.
     #[test]
-    fn who_uses_what_another_has_claimed_leaves_its_reservation() {
+    fn the_user_of_anothers_claim_leaves_its_reservation() {
         let mut charge = PoolCharge::default();
         let allocation = charge.begin(BLOCK, 32 * MIB);
         charge

@@ -395,7 +395,7 @@ mod tests {
 
     /// The driver reuses a context's handle before the former context's entries are taken out.
     #[test]
-    fn what_a_later_context_has_stays_its_own() {
+    fn an_ended_context_takes_no_entry_of_a_later_one() {
         const CONTEXT: u64 = 0x7f00_1234_5000;
         let table = Small::fresh();
         let mut ended = 0u64;

@@ -89,7 +89,7 @@ mod tests {
     use super::Underway;
 
     #[test]
-    fn who_is_alone_knows_it() {
+    fn a_call_that_was_alone_knows_it() {
         let calls = Underway::none();
         let one = calls.begin();
         assert!(calls.any());

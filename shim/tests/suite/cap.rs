@@ -617,7 +617,7 @@ fn a_killed_process_returns_its_charge() {
 
 /// What a process left is not reported to the next one as used.
 #[test]
-fn a_process_that_ended_is_not_in_the_way_of_the_next() {
+fn memory_of_an_ended_process_is_free_for_the_next() {
     let (world, share) = one_gpu();
     let mut first = ready(&world, 1);
     let mut second = ready(&world, 1);

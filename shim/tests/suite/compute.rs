@@ -203,7 +203,7 @@ fn a_graph_whose_kernel_was_changed_pays_for_the_new_one() {
 
 /// An open capture in another stream does not change what launches pay, even if it never ends.
 #[test]
-fn beside_an_open_capture_launches_pay_as_ever() {
+fn an_open_capture_does_not_change_what_launches_pay() {
     const PER_THREAD_STREAM: u32 = 2;
     let (world, _share) = container(20);
     let (mut probe, kernel) = program(&world, "sim_busy_20ms");
@@ -334,7 +334,7 @@ fn percent_of_gpu(node: &Node, probe: &mut Probe, handle: u64, millis: u64) -> f
 }
 
 #[test]
-fn thirty_and_seventy_are_thirty_and_seventy() {
+fn shares_of_thirty_and_seventy_percent_get_them() {
     for machine in Machine::ALL {
         for (short, long) in [
             ("sim_busy_200us", "sim_busy_200us"),
@@ -388,7 +388,7 @@ fn four_equal_shares_are_equal() {
 }
 
 #[test]
-fn who_conserves_work_has_what_is_left() {
+fn a_work_conserving_share_gets_what_is_left() {
     for machine in Machine::ALL {
         let shares = [(20, ComputePolicy::WorkConserving, "sim_busy_200us")];
         let (found, _) = contended(machine, SETTLES, &shares);

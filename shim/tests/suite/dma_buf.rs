@@ -85,7 +85,7 @@ fn memory_that_is_freed_stays_charged() {
 
 /// Memory is allocated, made into a `dma-buf` and freed until the cap is full.
 #[test]
-fn again_and_again_never_exceeds_the_cap() {
+fn repeated_dma_bufs_never_exceed_the_cap() {
     let large: fn(&mut Probe) -> i64 = |probe| {
         let answer = probe.ask(&format!("alloc {}", 8 * BLOCK));
         if answer.code != DONE {

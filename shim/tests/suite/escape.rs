@@ -177,7 +177,7 @@ fn code_that_is_loaded_late_stays_within_the_cap() {
 
 /// Fills the cap by one way, then tries every way again, in this process and in another of the share.
 #[test]
-fn no_way_leads_past_the_cap() {
+fn no_way_to_take_memory_exceeds_the_cap() {
     for machine in Machine::ALL {
         for (how, fill) in WAYS {
             let mut case = Case::on(machine);

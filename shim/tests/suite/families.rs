@@ -290,7 +290,7 @@ fn descriptors_that_are_closed_leave_no_charge() {
 /// A program that closes all unknown descriptors closes the shim's too, and may reuse their numbers. Then the shim cannot
 /// find out whether the memory is still exported, and it stays charged.
 #[test]
-fn a_descriptor_that_nobody_can_see_stays_charged() {
+fn a_descriptor_with_a_closed_witness_stays_charged() {
     const BYTES: u64 = 64 << 20;
     let mut case = Case::new();
     let file = left_by_descriptor(&mut case.probe, BYTES);
@@ -390,7 +390,7 @@ fn pools_with_and_without_a_threshold() {
 
 /// The default pool, the current pool, and one that becomes current, also in per-thread streams.
 #[test]
-fn whichever_pool_is_current() {
+fn every_current_pool_is_charged() {
     let mut case = Case::new();
     let probe = &mut case.probe;
     let default = probe.get("cuMemAllocAsync &0 8388608 0");

@@ -289,7 +289,7 @@ fn managed_memory_gives_way_to_other_processes() {
 
 /// NVML counts managed memory for the GPU, and for no process.
 #[test]
-fn managed_memory_is_no_processs() {
+fn managed_memory_counts_for_no_process() {
     let mut bare = Bare::on(Machine::Realistic);
     let memory = bare.probe.must(&format!("managed {}", 64 * MIB)).number(0);
     bare.call(&format!("cuMemPrefetchAsync {memory} {} 0 0", 64 * MIB));

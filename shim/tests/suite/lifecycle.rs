@@ -243,7 +243,7 @@ fn children_of_children_are_counted_once_each() {
 
 /// A login, which replaces the environment.
 #[test]
-fn after_a_login() {
+fn a_login_does_not_remove_the_cap() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     let probe = format!("exec {} name", probe_path().display());

@@ -46,7 +46,7 @@ fn kernel(probe: &mut Probe, bytes: u64) -> u64 {
 }
 
 #[test]
-fn it_is_charged_before_the_launch_that_needs_it() {
+fn local_memory_is_charged_before_the_launch() {
     let (world, share, mut probe) = container(CAP);
     let small = kernel(&mut probe, 512);
     probe.must(&format!("launch-grid {small} 1 0"));
@@ -99,7 +99,7 @@ fn a_launch_that_does_not_fit_is_refused() {
 
 /// Every way to launch charges it; for a kernel in a graph at the latest before the graph's launch.
 #[test]
-fn by_every_way_to_launch() {
+fn every_way_to_launch_charges_local_memory() {
     for how in [
         "cooperative",
         "ex",
@@ -159,7 +159,7 @@ fn a_kernel_that_a_node_gets_later_is_charged() {
 
 /// The stack limit and the kernels' local memory use the same memory.
 #[test]
-fn it_is_the_stacks_memory() {
+fn local_memory_and_stacks_share_one_charge() {
     let (world, share, mut probe) = container(CAP);
     assert_eq!(probe.call("cuCtxSetLimit 0 16384"), 0);
     assert_eq!((share.used(), held(&world)), (taken(16_384), taken(16_384)));

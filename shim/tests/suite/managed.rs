@@ -94,7 +94,7 @@ fn what_is_asked_for_as_device_memory_may_move() {
 }
 
 #[test]
-fn what_cannot_move_is_held_to_its_own_limit() {
+fn memory_that_cannot_move_has_its_own_limit() {
     let mut case = Oversubscribed::on(Machine::Realistic);
     let pooled = case
         .probe
@@ -121,7 +121,7 @@ fn what_cannot_move_is_held_to_its_own_limit() {
 
 /// In no way does a share get more memory that cannot move than its limit for that.
 #[test]
-fn no_way_leads_past_the_resident_limit() {
+fn no_way_to_take_memory_exceeds_the_resident_limit() {
     for (how, fill) in WAYS {
         let mut case = Oversubscribed::on(Machine::Realistic);
         let most = RESIDENT + case.context;
@@ -174,7 +174,7 @@ fn shares_have_more_together_than_the_gpu() {
 }
 
 #[test]
-fn it_is_told_as_device_memory() {
+fn managed_memory_is_described_as_device_memory() {
     const MEMORY_TYPE: u32 = 2;
     const HOST_POINTER: u32 = 4;
     const IS_MANAGED: u32 = 8;

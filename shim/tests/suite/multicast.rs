@@ -122,7 +122,7 @@ fn bound_memory_stays_charged_until_it_is_unbound() {
 
 /// Memory that is bound repeatedly never exceeds the cap.
 #[test]
-fn binding_again_and_again_never_exceeds_the_cap() {
+fn repeated_bindings_never_exceed_the_cap() {
     let mut team = Team::new();
     let probe = &mut team.probe;
     let taken = create(probe, 0, CAP - 4 * BYTES);

@@ -190,7 +190,7 @@ fn a_share_that_does_nothing_is_idle_beside_busy_neighbours() {
 
 /// With MIG and vGPU the driver's answer is passed on.
 #[test]
-fn where_the_driver_names_no_process_its_answer_stands() {
+fn without_utilization_by_process_the_driver_answers() {
     const NOT_SUPPORTED: i64 = 3;
     let world = World::new(Driver::Odd);
     world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(25), ComputePolicy::Strict);
@@ -215,7 +215,7 @@ fn where_the_driver_names_no_process_its_answer_stands() {
 
 /// GPM's samples are of the whole GPU: a share has none.
 #[test]
-fn gpm_is_not_offered_of_a_share() {
+fn gpm_is_not_supported_for_a_share() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     world.share("gpu-1", GPU_1, None);
@@ -231,7 +231,7 @@ fn gpm_is_not_offered_of_a_share() {
 }
 
 #[test]
-fn more_than_its_cores_is_all_of_them() {
+fn a_share_that_gets_more_than_its_cores_is_fully_used() {
     let world = World::new(Driver::Odd);
     world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(25), ComputePolicy::Strict);
     let mut probe = ready(&world, 1);
@@ -244,7 +244,7 @@ fn more_than_its_cores_is_all_of_them() {
 
 /// For each call that returns a handle, it is the same GPU with its own share.
 #[test]
-fn by_every_handle() {
+fn every_way_to_get_a_handle_gives_the_gpus_own_share() {
     let world = World::new(Driver::Odd);
     world.share("a", GPU_1, Some(2 * CAP));
     world.share("b", GPU_0, Some(CAP));
@@ -295,7 +295,7 @@ fn a_gpu_without_a_cap_is_the_drivers() {
 
 /// NVML refuses it like CUDA.
 #[test]
-fn a_gpu_without_a_page_tells_nothing_of_others() {
+fn nvml_shows_no_other_share_of_a_gpu_without_a_page() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     driver_says(&world, &[(FOREIGN[0], 40 << 30, 90)]);

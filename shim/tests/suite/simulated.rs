@@ -115,7 +115,7 @@ fn a_library_is_charged_on_every_gpu() {
 /// A forked child has the driver's files too: until it closes them, its parent's memory stays allocated and
 /// charged.
 #[test]
-fn what_a_dead_parent_had_is_the_childs_to_keep() {
+fn a_child_keeps_its_dead_parents_memory() {
     let mut case = Case::new();
     case.probe.must(&format!("alloc {CAP}"));
     assert_eq!(case.probe.ask("fork").values, ["child"]);

@@ -24,7 +24,7 @@ fn kept(share: &Share) -> u64 {
 }
 
 #[test]
-fn what_four_processes_keep_is_free_and_a_fifth_gets_it() {
+fn the_spares_of_four_processes_are_free_for_a_fifth() {
     let (world, share) = one_gpu();
     let mut four: Vec<Probe> = (0..4).map(|_| ready(&world, 1)).collect();
     let mut fifth = ready(&world, 1);
@@ -50,7 +50,7 @@ fn what_four_processes_keep_is_free_and_a_fifth_gets_it() {
 }
 
 #[test]
-fn what_a_killed_process_kept_is_anybodys() {
+fn the_spare_of_a_killed_process_is_free() {
     let (world, share) = one_gpu();
     let (mut victim, mut other) = (ready(&world, 1), ready(&world, 1));
     victim.must(&format!("alloc {BLOCK}"));

@@ -38,7 +38,7 @@ fn check(answers: &[Answer]) {
 }
 
 #[test]
-fn nobody_ever_has_more_than_the_cap() {
+fn two_processes_never_have_more_than_the_cap() {
     for machine in Machine::ALL {
         two_processes(machine);
     }
@@ -83,7 +83,7 @@ fn two_processes(machine: Machine) {
 
 /// The same with processes that are killed meanwhile: their neighbours can use what they had.
 #[test]
-fn nor_when_processes_are_killed() {
+fn killed_processes_never_have_more_than_the_cap() {
     for machine in Machine::ALL {
         with_kills(machine, 2, 1, THREADS, operations(3000));
     }
@@ -91,7 +91,7 @@ fn nor_when_processes_are_killed() {
 
 /// As many processes and threads as in a busy share. With `TRANCHE_STORM=10000` these are a hundred million operations.
 #[test]
-fn nor_by_sixteen_processes_of_eight_threads() {
+fn sixteen_processes_never_have_more_than_the_cap() {
     for machine in Machine::ALL {
         with_kills(machine, 12, 4, 8, operations(100));
     }
@@ -176,7 +176,7 @@ fn with_kills(machine: Machine, steady: usize, killed: usize, threads: u64, oper
 
 /// Plain allocations with the scripted driver, where threads are fast.
 #[test]
-fn nor_in_front_of_a_quick_driver() {
+fn a_fast_driver_never_gives_more_than_the_cap() {
     let (world, share) = one_gpu();
     let mut probe = ready(&world, 1);
     let answer = probe.must(&format!("threads 8 {} {}", operations(20_000), CAP / 16));

@@ -533,7 +533,7 @@ mod tests {
 
     /// A process ends after the daemon was asked, and another one is charged for its memory meanwhile.
     #[test]
-    fn who_ends_after_the_daemon_was_asked_is_in_no_peak_either() {
+    fn a_process_that_ends_after_the_request_is_not_in_the_peak() {
         let page = page();
         page.charge(0, 0, 5 * MIB, || ()).unwrap();
         page.charge(2, 0, 5 * MIB, || ()).unwrap();

@@ -154,7 +154,7 @@ fn metrics<'a>(nvml: &'a Nvml, samples: [&GpmSample<'a>; 2], ids: &[GpmMetricId]
 }
 
 #[test]
-fn gpm_tells_since_hopper_what_ran_between_two_samples() {
+fn gpm_measures_the_time_between_samples_since_hopper() {
     let machine = Machine::start("H100-80", 1);
     let nvml = machine.nvml();
     let device = nvml.device_by_index(0).unwrap();
@@ -196,7 +196,7 @@ fn gpm_tells_since_hopper_what_ran_between_two_samples() {
 }
 
 #[test]
-fn nvml_tells_what_passes_the_nvlinks_of_a_board_that_has_some() {
+fn nvml_counts_the_traffic_of_nvlinks() {
     let machine = Machine::start("H100-80", 1);
     let nvml = machine.nvml();
     let device = nvml.device_by_index(0).unwrap();

@@ -76,7 +76,7 @@ fn the_last_byte_is_granted_and_the_next_refused() {
 }
 
 #[test]
-fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
+fn a_slot_is_kept_until_its_files_are_closed_everywhere() {
     let (account, file) = account();
     let (parent, inherited) = (file.open(), file.open());
     let slot = account.join(&parent, &inherited, 1, 0).unwrap();
@@ -204,7 +204,7 @@ fn no_more_is_kept_than_the_most_and_nothing_but_whole_units() {
 }
 
 #[test]
-fn a_spare_refuses_nobody() {
+fn a_spare_causes_no_refusal() {
     let (account, file) = account();
     let processes: Vec<_> = (0..3).map(|_| file.open()).collect();
     let join = |process| account.join(process, process, 1, 0).unwrap();

@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn more_shapes_than_places_are_lived_with() {
+    fn more_shapes_than_places_are_tolerated() {
         let costs = costs::<4>();
         for number in 0..100 {
             let shape = Shape {
