@@ -709,7 +709,7 @@ fn a_refusal_does_not_refuse_others() {
 /// A driver frees a process's memory when the last of its files is closed, and a forked child has these files
 /// too, such as a worker that outlives its training script.
 #[test]
-fn a_dead_parents_memory_is_charged_until_its_child_closes_files() {
+fn a_dead_parents_memory_is_charged_until_its_child_closes_it() {
     for last in ["end", "exec", "close-all"] {
         let (world, share) = one_gpu();
         let mut parent = ready(&world, 1);

@@ -116,7 +116,7 @@ fn multiprocessors(probe: &mut Probe) -> u64 {
 }
 
 #[test]
-fn the_environment_does_not_change_a_processs_threads_and_memory() {
+fn the_environment_does_not_change_threads_and_memory() {
     let world = World::new(Driver::Simulator(1));
     let [gpu] = &gpus(&world)[..] else {
         panic!("one GPU");
