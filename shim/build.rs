@@ -28,18 +28,18 @@ fn main() {
     let coverage = match soname {
         "libcuda.so.1" => Coverage::cuda(),
         _ => Coverage::nvml(),
-    };
-    let coverage = coverage.unwrap_or_else(|problem| panic!("{problem}"));
+    }
+    .unwrap_or_else(|problem| panic!("{problem}"));
     generate_tables(&coverage, &out.join("symbols.rs"));
     generate_addresses(&coverage, &out.join("handled.s"));
     if arch != "x86_64" {
-        // src/lib.rs says so, in a compiler's words.
+        // The libraries' `compile_error!` reports it.
         return;
     }
-    // Our own references to our own symbols never leave the library.
+    // Binds our references to our own symbols inside the library.
     println!("cargo::rustc-cdylib-link-arg=-Wl,-Bsymbolic");
     if env::var("PROFILE").as_deref() == Ok("debug") {
-        // It unwinds and has std in it: for the compiler's checks only.
+        // A debug build unwinds and contains std: it is only compiled, never loaded.
         return;
     }
     stand_ins(&package.join("../glibc.txt"), &out);
@@ -50,15 +50,15 @@ fn main() {
         "-nostartfiles",
         &format!("-Wl,-soname,{soname}"),
         "-Wl,-z,now",
-        // Few parts to map, since every process of a container maps them. What would be sealed after loading is next
-        // to nothing: the table of the driver's functions is filled as they are called.
+        // Few segments, because every process of a container maps them. Almost nothing could be made read-only after
+        // loading: the table of the driver's functions is filled as they are called.
         "-Wl,-z,norelro",
         "-Wl,--no-rosegment",
         "-Wl,-z,noseparate-code",
         "-Wl,--hash-style=gnu",
         "-Wl,--build-id=none",
         "-Wl,--no-undefined",
-        // Nothing unwinds; but core, where it is not optimised away, names who would help it to.
+        // Nothing unwinds, but unoptimized code of core refers to this symbol.
         "-Wl,--defsym=rust_eh_personality=0",
         "-Wl,--gc-sections",
         "-Wl,--as-needed",
@@ -67,8 +67,8 @@ fn main() {
     }
 }
 
-/// Writes one invocation of `forward!` for the symbols that pass, the indices of all, and the hashes
-/// of the names under which `cuGetProcAddress` knows those that do more.
+/// Writes one invocation of `forward!` for the symbols that only forward, the indices of all symbols, and the hashes
+/// of the names under which `cuGetProcAddress` knows the others.
 fn generate_tables(coverage: &Coverage<'_>, to: &Path) {
     let (mut passing, mut handled) = (Vec::new(), Vec::new());
     for row in coverage.rows() {
@@ -113,8 +113,8 @@ fn generate_tables(coverage: &Coverage<'_>, to: &Path) {
     fs::write(to, code).expect("OUT_DIR is writable");
 }
 
-/// Writes a table of where our symbols are that do more than pass: their distances from the table itself, which need
-/// no relocation. So the file with the driver's functions, which all others use, need not know those that use it.
+/// Writes the addresses of our symbols that do more than forward, as distances from the table itself, which need no
+/// relocation. So `driver.rs`, which all other files use, need not refer to them.
 fn generate_addresses(coverage: &Coverage<'_>, to: &Path) {
     let mut code = String::from(
         ".pushsection .rodata.handled,\"a\",@progbits\n.balign 4\n.globl tranche_handled\n.hidden tranche_handled\n\
@@ -146,7 +146,7 @@ fn hash(name: &str) -> u32 {
     })
 }
 
-/// Libraries with the symbols of `glibc.txt` and nothing in them, for the linker to find.
+/// Makes libraries for the linker with the symbols of `glibc.txt` and without code.
 fn stand_ins(list: &Path, out: &Path) {
     let mut libraries: BTreeMap<&str, BTreeMap<&str, Vec<&str>>> = BTreeMap::new();
     let text = fs::read_to_string(list).expect("glibc.txt is readable");

@@ -1,6 +1,6 @@
-// A driver that calls back, as one does in which a tool has subscribed to its calls (CUPTI, compute-sanitizer): in
-// every call, on the same thread, before it is carried out, a callback uses CUDA itself, of every family. All else is
-// the driver's at REAL. EACH(X) names its functions, by number.
+// A driver that calls back, like one with a tool (CUPTI, compute-sanitizer) that has subscribed to its calls: before
+// every call is executed, a callback on the same thread uses CUDA functions of every family. All other functions are
+// those of the driver at REAL. EACH(X) lists its functions, by number.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -13,15 +13,15 @@ static const char *const names[] = {
 };
 #define COUNT (sizeof names / sizeof *names)
 static void *table[COUNT];
-// Which families a callback uses: a bit for each, as below.
+// The families that a callback uses: a bit for each, as below.
 static uint64_t families;
 static uint64_t kernel;
 static unsigned long callbacks;
 static __thread int inside;
 
-// A lock that is held while a callback needs it would keep the process waiting for ever: then it ends.
+// If a lock is held while a callback needs it, the process would wait for ever; then it is ended.
 void odd_callback(uint64_t to) { families = to; if (to) alarm(60); }
-// Once: the next release of a primary context finds it reset, with what was allocated in it meanwhile.
+// Once: before the next release of a primary context, it is reset, with later allocations in it.
 static int reset_at_release;
 void odd_reset_at_release(uint64_t to) { reset_at_release = to; }
 void odd_callback_kernel(uint64_t handle) { kernel = handle; }
@@ -30,7 +30,7 @@ unsigned long odd_callbacks(int unused) { return __atomic_load_n(&callbacks, __A
 typedef int (*call)(uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t);
 typedef int (*launch)(uint64_t, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void *, void *);
 
-// As a program has it: the library of this name that was loaded first stands before this one.
+// As a program finds it: the first loaded library of this name is in front of this one.
 static call hooked(const char *name) { return (call)dlsym(dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD), name); }
 #define CALL(name, ...) hooked(#name)(__VA_ARGS__)
 

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # unpack WORK SUITE COMPONENT PACKAGE...: unpacks Debian's packages into WORK/root, and leaves them in WORK/deb.
-# With a package index and cache of its own: the machine's apt configuration stays as it is.
+# Uses its own package index and cache, so that the machine's apt configuration does not change.
 unpack() {
     local work=$1 suite=$2 component=$3 deb
     shift 3

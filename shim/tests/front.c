@@ -1,5 +1,5 @@
-// A libcuda.so.1 before the shim: hands on what a program looks up, and writes down what it got and what the
-// driver itself says, to the file named by LOOKUPS. Only for libcudart, which finds nearly all its functions so.
+// A libcuda.so.1 in front of the shim: forwards a program's look-ups, and records the results and the driver's own
+// results in the file named by LOOKUPS. Only for libcudart, which finds nearly all of its functions in this way.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -30,7 +30,7 @@ static int look_up(const char *form, const char *name, void **to, int version, u
         our_status, their_status, *to == theirs ? "same" : "other", ours.dli_fname ? ours.dli_fname : "-",
         ours.dli_sname ? ours.dli_sname : "-", real.dli_sname ? real.dli_sname : "-");
     fclose(log);
-    // Whoever asks for the function itself goes on asking through it.
+    // A program that looks up this function itself continues to use this one.
     if (ours.dli_sname && !strcmp(ours.dli_sname, "cuGetProcAddress")) *to = (void *)cuGetProcAddress;
     if (ours.dli_sname && !strcmp(ours.dli_sname, "cuGetProcAddress_v2")) *to = (void *)cuGetProcAddress_v2;
     return code;

@@ -1,4 +1,4 @@
-// A program of musl's that opens the driver. Built without headers: musl's are not here.
+// A musl program that opens the driver. Built without headers, because musl's are not installed.
 extern void *dlopen(const char *, int), *dlsym(void *, const char *);
 extern char *dlerror(void);
 extern int printf(const char *, ...), puts(const char *);

@@ -1,4 +1,4 @@
-/* A kernel that cannot wipe memory on fork, as gVisor's, to be preloaded. */
+/* To be preloaded: simulates a kernel that cannot wipe memory on fork, such as gVisor's. */
 #include <errno.h>
 #include <stddef.h>
 #include <sys/syscall.h>

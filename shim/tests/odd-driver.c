@@ -1,6 +1,6 @@
-// A driver as none is, for what no real or simulated one can be made to do: GPUs of any number, calls
-// that fail when told to, a pitch of its own, pools that grow as they like and give back late, and a
-// variant of cuMemAlloc that nobody knows. State is its process's own. Tests steer it through odd_*.
+// A scripted driver, for behaviour that no real or simulated one can be made to show: any number of GPUs, calls
+// that fail on request, another pitch, pools that grow by any step and give back late, and an unknown variant of
+// cuMemAlloc. Its state belongs to its process. Tests steer it through odd_*.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -21,22 +21,22 @@ static CUresult fail_next;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static size_t pitch_to = 512;
 static struct { uint64_t at; size_t size; int device, pooled; } live[MAX];
-// The pool of each device: what it has, what of it is allocated, and by how much it grows.
+// The pool of each device: what it has, how much of that is allocated, and by how much it grows.
 static size_t pool_reserved[64], pool_used[64], pool_step = 2 << 20;
 static int pool_keeps;
-// What each device has for graphs: taken at a first launch, and kept until it is trimmed.
+// The memory of each device for graphs: taken at a first launch, and kept until it is trimmed.
 static size_t graphs_reserved[64], graphs_used[64];
 static uint64_t next_address = 0x700000000000;
 static size_t device_size = (size_t)80 << 30;
 
-// Allocates and frees without keeping books: for timing what is in front of it.
+// Allocates and frees without a list, to time the code in front of it.
 static int fast;
 void odd_fast(int on) { fast = on; }
 void odd_devices(int n) { devices = n; }
 void odd_fail_next(CUresult code) { fail_next = code; }
 void odd_pitch(size_t to) { pitch_to = to; }
 void odd_pool_step(size_t to) { pool_step = to; }
-// What is freed in a stream's order is in use until the program waits; how often it did.
+// Memory that is freed in stream order is in use until the program waits; how often it did.
 static int frees_wait, waits;
 static size_t freed_later[64];
 void odd_frees_wait(int on) { frees_wait = on; }
@@ -45,7 +45,7 @@ void odd_pool_keeps(int on) { pool_keeps = on; }
 // The most that any device held at an allocation.
 static size_t peak;
 size_t odd_peak(int unused) { return peak; }
-// What the device really holds, whatever anybody counts.
+// The memory that the device really holds.
 size_t odd_held(int device) {
     size_t sum = 0;
     for (int i = 0; i < MAX; i++) if (live[i].size && live[i].device == device && !live[i].pooled) sum += live[i].size;
@@ -57,7 +57,7 @@ CUresult cuDriverGetVersion(int *version) { *version = 12020; return OK; }
 CUresult cuDeviceGetCount(int *count) { if (!initialised) return NOT_INITIALIZED; *count = devices; return OK; }
 CUresult cuDeviceGet(int *device, int ordinal) { *device = ordinal; return ordinal < devices ? OK : 101; }
 CUresult cuDeviceGetUuid(unsigned char *uuid, int device) { memset(uuid, 0x11, 16); uuid[15] = device; return OK; }
-// Whether it moves managed memory page by page (CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS); of nothing else it tells.
+// Whether it moves managed memory page by page (CU_DEVICE_ATTRIBUTE_CONCURRENT_MANAGED_ACCESS); it knows no other attribute.
 static int moves_managed;
 void odd_moves_managed(int on) { moves_managed = on; }
 CUresult cuDeviceGetAttribute(int *value, unsigned which, int device) {
@@ -79,7 +79,7 @@ CUresult cuCtxSetCurrent(uint64_t context) { current = (int)context - 0x1000; re
 CUresult cuCtxGetDevice(int *device) { if (current < 0) return INVALID_CONTEXT; *device = current; return OK; }
 
 static size_t up(size_t size, size_t to) { return (size + to - 1) / to * to; }
-// Up to half a block, allocations lie in a block with others; what is freed is not given out again.
+// Allocations of up to half a block share a block; freed memory is not reused.
 static uint64_t address_for(size_t size) {
     static uint64_t small, end;
     uint64_t at = next_address;
@@ -133,7 +133,7 @@ CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) {
     pthread_mutex_unlock(&lock);
     return OK;
 }
-// A pool that is made is its device's. What descriptors keep of it nobody sees here.
+// A new pool is its device's only one. Memory that descriptors keep is not simulated.
 CUresult cuMemPoolCreate(uint64_t *pool, void *properties) { *pool = 0x2000 + current; return OK; }
 CUresult cuMemPoolDestroy(uint64_t pool) { return OK; }
 CUresult cuMemAllocFromPoolAsync(uint64_t *pointer, size_t size, uint64_t pool, void *stream) { return allocate_as(pointer, size, 1); }
@@ -141,7 +141,7 @@ CUresult cuMemPoolExportToShareableHandle(int *descriptor, uint64_t pool, unsign
     *descriptor = memfd_create("pool", 1);
     return kind == 1 ? OK : INVALID_VALUE;
 }
-// A sparse array is its number, and may have the handle of one before; memory is mapped to it piece by piece.
+// A sparse array is a number, and may have the handle of an earlier one; memory is mapped to it piece by piece.
 CUresult cuArray3DCreate_v2(uint64_t *array, void *shape) { *array = 0x6000; return OK; }
 CUresult cuArrayDestroy(uint64_t array) { return OK; }
 CUresult cuMemMapArrayAsync(void *list, unsigned count, void *stream) { return OK; }
@@ -151,13 +151,13 @@ CUresult cuMemExportToShareableHandle(int *descriptor, uint64_t handle, unsigned
     *descriptor = open("/usr/lib/tranche/driver/control", O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     return *descriptor < 0 ? INVALID_VALUE : OK;
 }
-// What a stream captures nobody looks at; an image is its module.
+// The content of a capture is ignored; an image is its module.
 CUresult cuStreamBeginCapture_v2(void *stream, int mode) { return OK; }
 CUresult cuStreamEndCapture(void *stream, void **graph) { *graph = NULL; return OK; }
 CUresult cuModuleLoadData(uint64_t *module, uint64_t image) { *module = image; return OK; }
 CUresult cuModuleUnload(uint64_t module) { return OK; }
 CUresult cuModuleGetLoadingMode(unsigned *mode) { *mode = 2; return OK; }
-// A graph has one memory node, whose size it is; an executable one is the graph's, and how much it took.
+// A graph has one memory node and is represented by its size; an executable graph has that, and how much it took.
 struct graph { size_t bytes, taken; };
 CUresult cuGraphCreate(struct graph **graph, unsigned flags) { *graph = calloc(1, sizeof **graph); return OK; }
 CUresult cuGraphDestroy(struct graph *graph) { return OK; }
@@ -183,7 +183,7 @@ CUresult cuDeviceGetGraphMemAttribute(int device, int which, uint64_t *value) {
     return OK;
 }
 CUresult cuDeviceGraphMemTrim(int device) { graphs_reserved[device] = graphs_used[device]; return OK; }
-// A pool gives back when the program waits, and not before.
+// A pool gives memory back only when the program waits.
 CUresult cuCtxSynchronize(void) {
     waits++;
     if (current >= 0) { pool_used[current] -= freed_later[current]; freed_later[current] = 0; }
@@ -195,7 +195,7 @@ void odd_local_size(int bytes) { local_size = bytes; }
 CUresult cuFuncGetAttribute(int *value, int which, void *function) { *value = local_size; return which == 3 ? OK : INVALID_VALUE; }
 CUresult cuGraphNodeSetParams(uint64_t node, void *params) { return OK; }
 CUresult cuGraphKernelNodeSetParams_v2(uint64_t node, void *params) { return OK; }
-// What an executable graph runs from now on nobody looks at.
+// The new kernel of an executable graph is ignored.
 CUresult cuGraphExecKernelNodeSetParams_v2(void *executable, uint64_t node, void *params) { return OK; }
 CUresult cuGraphExecNodeSetParams(void *executable, uint64_t node, void *params) { return OK; }
 CUresult cuGraphNodeSetEnabled(void *executable, uint64_t node, unsigned enabled) { return OK; }
@@ -217,7 +217,7 @@ CUresult cuMemPoolImportPointer(uint64_t *pointer, uint64_t pool, void *data) {
     return OUT_OF_MEMORY;
 }
 CUresult cuMemGetAddressRange_v2(uint64_t *start, size_t *bytes, uint64_t pointer) { *start = pointer; *bytes = foreign; return OK; }
-// Multicast objects bind whatever they are told to.
+// Multicast objects bind anything.
 static CUresult bind_to(void) { CUresult code = fail_next; fail_next = OK; return code; }
 CUresult cuMulticastCreate(uint64_t *object, void *properties) { static int made; *object = 0x800000 + ++made; return OK; }
 CUresult cuMulticastBindMem(uint64_t object, size_t at, uint64_t memory, size_t from, size_t bytes, uint64_t flags) { return bind_to(); }
@@ -225,7 +225,7 @@ CUresult cuMulticastBindMem_v2(uint64_t object, int device, size_t at, uint64_t 
 CUresult cuMulticastBindAddr(uint64_t object, size_t at, uint64_t address, size_t bytes, uint64_t flags) { return bind_to(); }
 CUresult cuMulticastBindAddr_v2(uint64_t object, int device, size_t at, uint64_t address, size_t bytes, uint64_t flags) { return bind_to(); }
 CUresult cuMulticastUnbind(uint64_t object, int device, size_t at, size_t bytes) { return OK; }
-// Of whatever it is asked: a descriptor that nobody can open again.
+// For any range: a descriptor that cannot be opened again.
 CUresult cuMemGetHandleForAddressRange(int *handle, uint64_t start, size_t bytes, unsigned kind, uint64_t flags) {
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
     *handle = eventfd(0, EFD_CLOEXEC);
@@ -269,7 +269,7 @@ CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
     if (total) *total = device_size;
     return OK;
 }
-// Whatever is launched takes a microsecond, unless it is told otherwise.
+// Every launch takes a microsecond, unless scripted otherwise.
 CUresult cuEventCreate(uint64_t *event, unsigned flags) { *event = 1; return OK; }
 CUresult cuEventRecord(uint64_t event, void *stream) { return OK; }
 CUresult cuEventQuery(uint64_t event) { return OK; }
@@ -277,7 +277,7 @@ static float event_millis = 0.001f;
 void odd_event_nanos(uint64_t nanos) { event_millis = nanos / 1e6f; }
 CUresult cuEventElapsedTime(float *millis, uint64_t start, uint64_t end) { *millis = event_millis; return OK; }
 CUresult cuEventDestroy_v2(uint64_t event) { return OK; }
-// Has a float and a seventh argument: both must come through untouched.
+// Has a float and a seventh argument: both must arrive unchanged.
 CUresult cuLaunchGridAsync(int f, int width, int height, void *stream) { return f + width + height + (int)(uintptr_t)stream; }
 CUresult cuLinkAddData(uint64_t a, unsigned b, uint64_t c, uint64_t d, uint64_t e, unsigned f, uint64_t g, uint64_t h) {
     return a + 2 * b + 3 * c + 5 * d + 7 * e + 11 * f + 13 * g + 17 * h;

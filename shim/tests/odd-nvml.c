@@ -1,6 +1,6 @@
-// NVML as no GPU has it: two GPUs, processes of this container and of others, samples of any percent. Tests
-// steer it through the file named by ODD_NVML: lines `process PID BYTES PERCENT`. With ODD_NVML_COARSE it does not
-// say for which process a GPU works, as with MIG and vGPU.
+// A scripted NVML: two GPUs, processes of this container and of others, samples of any percentage. Tests steer it
+// through the file named by ODD_NVML: lines `process PID BYTES PERCENT`. With ODD_NVML_COARSE it does not report
+// utilization by process, as with MIG and vGPU.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>

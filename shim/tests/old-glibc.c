@@ -1,5 +1,5 @@
-// A program that starts on any glibc: without start files, whose __libc_start_main is that of the glibc it was built on.
-// It is linked against the driver alone, and says the driver's version and what cuInit said.
+// A program that starts on any glibc: it has no start files, which need the __libc_start_main of the glibc at build time.
+// It is linked against the driver only, and prints the driver's version and the result of cuInit.
 #include <stdio.h>
 #include <stdlib.h>
 extern int cuInit(unsigned), cuDriverGetVersion(int *), cuGetErrorName(int, const char **);

@@ -1,5 +1,5 @@
-/* A clock that stands, to be preloaded: what the shim does now and then, by the clock, it has then done before
- * anybody counts its instructions, and never does again, however slow the counter is on a machine. */
+/* To be preloaded: a clock that stands still. The shim's periodic work is done before its instructions are counted,
+ * and never again, even if the counter is slow on a machine. */
 #include <time.h>
 
 int clock_gettime(clockid_t clock, struct timespec *now) {

@@ -1,5 +1,5 @@
-// A program that gets the driver in a way of its own, and says how much memory it is shown.
-// usage: ways WAY, of those below
+// A program that loads the driver in one of several ways, and prints how much memory it sees.
+// usage: ways WAY, one of those below
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -14,7 +14,7 @@ static void *by_name(const char *name) { return dlsym(driver, name); }
 static void *by_version(const char *name) { return dlvsym(driver, name, "LIBCUDA_1"); }
 static void *by_next(const char *name) { return dlsym(RTLD_NEXT, name); }
 static void *by_default(const char *name) { return dlsym(RTLD_DEFAULT, name); }
-// What cuGetProcAddress of the first look-up hands out.
+// The result of the cuGetProcAddress that the first look-up returned.
 static void *by_address(const char *name) {
     int (*ask)(const char *, void **, int, unsigned long, int *) = dlsym(driver, "cuGetProcAddress_v2");
     void *found = NULL;

@@ -1,8 +1,8 @@
-//! Gives the library the driver's SONAME and binds its own symbols to itself. Where another library with the same symbols
-//! is loaded before it, as a shim is, its calls and `cuGetProcAddress` must not lead to that one. The real driver is linked in this way.
+//! Gives the library the driver's SONAME and binds its own symbols to itself, as the real driver does. If another library with
+//! the same symbols, such as a shim, is loaded before it, its calls and `cuGetProcAddress` must not lead to that one.
 //!
-//! And makes two lists from `shim/cuda/symbols.txt`, which names every function of NVIDIA's drivers and headers with the CUDA
-//! version that brought it: `table.rs`, what each name of `cuGetProcAddress` stands for, and `absent.rs`, the functions that
+//! It also makes two lists from `shim/cuda/symbols.txt`, which has every function of NVIDIA's drivers and headers with the CUDA
+//! version that added it: `table.rs`, the functions for each name of `cuGetProcAddress`, and `absent.rs`, the functions that
 //! are not simulated. `simulator/oracle` compares the built library with NVIDIA's.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::{env, fs};
 
 const SYMBOLS: &str = "../../shim/cuda/symbols.txt";
-/// Declared in NVIDIA's headers, and exported by Tegra's driver only.
+/// Functions that NVIDIA's headers declare and only Tegra's driver exports.
 const TEGRA: &str = "cuEventCreateFromEGLSync";
 
 fn main() {
@@ -24,7 +24,7 @@ fn main() {
     let functions: Vec<(&str, Option<u32>)> = symbols
         .lines()
         .filter_map(|line| match *line.split(' ').collect::<Vec<_>>() {
-            // NVIDIA's debugger interface is not CUDA's.
+            // NVIDIA's debugger interface is not part of CUDA.
             [name, ..] if name == TEGRA || name.starts_with("cudbg") => None,
             [name, _, since, _] => Some((name, number(since))),
             _ => None,
@@ -64,7 +64,7 @@ fn base(function: &str) -> (&str, bool) {
     (name, legacy.is_some())
 }
 
-/// The forms of one name by the version that brought each.
+/// The forms of one name by the version that added each.
 #[derive(Default)]
 struct Forms<'a> {
     legacy: BTreeMap<u32, &'a str>,
@@ -93,7 +93,7 @@ fn table(functions: &[(&str, Option<u32>)]) -> String {
         write!(declarations, "pub fn {function}();").expect("to memory");
     }
     for (name, Forms { legacy, per_thread }) in &names {
-        // A version without a form of its own for per-thread streams has one form for both.
+        // A version without a separate form for per-thread streams has one form for both.
         let mut both = per_thread.clone();
         if let Some((first, _)) = per_thread.first_key_value() {
             for (since, function) in legacy.range(first..) {
@@ -138,10 +138,10 @@ fn collect_functions(folder: &Path, to: &mut BTreeSet<String>) {
                         .bytes()
                         .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
             };
-            let names = format!("cu{names}");
-            let names = names.split(',').map(str::trim);
             to.extend(
-                names
+                format!("cu{names}")
+                    .split(',')
+                    .map(str::trim)
                     .filter(|name| {
                         name.strip_prefix("cu")
                             .is_some_and(|rest| is_identifier(&rest))

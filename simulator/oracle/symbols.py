@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The symbol table of the simulated libcuda, against NVIDIA's own driver.
+"""Compares the symbol table of the simulated libcuda with NVIDIA's own driver.
 
     symbols.py check LIBCUDA            the simulator's library as built, against the real one of driver 535
     symbols.py check LIBCUDA DRIVER     as installed for a driver's CUDA version, against that driver's libcuda
@@ -31,7 +31,7 @@ VERSIONS = sorted(
 )
 LEGACY, PER_THREAD = 0, 2
 STT_FUNC = 2
-# Declared in NVIDIA's headers, and exported by Tegra's driver only.
+# Functions that NVIDIA's headers declare and only Tegra's driver exports.
 TEGRA = {"cuEventCreateFromEGLSync"}
 
 

@@ -1,7 +1,7 @@
 //! The account page as live memory, shared by all processes of a share.
 //!
-//! One number decides, `used`. A process reserves before it calls the driver, and returns the
-//! reservation when the driver refuses or after it freed:
+//! One number decides: `used`. A process reserves before it calls the driver, and returns the
+//! reservation when the driver refuses or has freed:
 //!
 //! ```text
 //!            reserve                    driver call                    release
@@ -54,13 +54,13 @@
 //!
 //! ```text
 //!          ┌───────── charged ─────────┐
-//!          in use ──── give: freed ───► spare ──── collect: charged −= n, used −= n ───► anybody's
+//!          in use ──── give: freed ───► spare ──── collect: charged −= n, used −= n ───► free for all
 //!                 ◄─ take: allocated ──       (by any process of the share)
 //! ```
 //!
 //! A spare is free memory: before a process is refused, it collects all spares and tries again.
-//! A collection may be late, even by the life of a process: it compares and exchanges the word, and
-//! whatever process has the slot by then, the word says how much is spare.
+//! A collection may reach a slot late, even after the slot's process has ended and another one has it: it
+//! compares and exchanges the word, which always says how much is spare.
 
 use crate::layout::{
     BITMAP_WORDS, Charge, MOST_CHARGED, NO_SPARES, REPAIR_LOCK, SLOTS, files_lock, slot_lock,
@@ -69,7 +69,7 @@ use crate::sync::{AtomicU64, Ordering, fence};
 
 mod spares;
 
-/// The live account page. Its layout is [`crate::layout`]'s; map a checked file's memory as one.
+/// The live account page, with the layout of [`crate::layout`]: to be mapped from a checked file.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Account<const N: usize = SLOTS> {
@@ -158,11 +158,11 @@ fn lock_slot(at: usize, memory: &impl Locks, files: &impl Locks) -> bool {
     is_free
 }
 
-/// All [`SLOTS`] belong to living processes.
+/// The error that all [`SLOTS`] belong to living processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
+pub struct AccountFull;
 
-/// A process's place in an account, from [`Account::join`].
+/// A process's slot in an account, from [`Account::join`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotIndex(usize);
 
@@ -176,8 +176,8 @@ impl<const N: usize> Account<N> {
         files: &impl Locks,
         pid: u64,
         start: usize,
-    ) -> Result<SlotIndex, Full> {
-        // Slots without a mark first: those with one are mostly held. Then all.
+    ) -> Result<SlotIndex, AccountFull> {
+        // First the slots without a mark, because most slots with one have an owner. Then all.
         for marked_too in [false, true] {
             for nth in 0..N {
                 let at = (start % N + nth) % N;
@@ -187,23 +187,23 @@ impl<const N: usize> Account<N> {
                 let Some(slot) = self.slots.get(at) else {
                     continue;
                 };
-                // Its last owner may have died, and the slot was not reclaimed yet.
+                // Its last owner may have died without a reclaim since then.
                 self.settle(slot);
                 slot.pid.store(pid, Ordering::Relaxed);
                 self.mark(at, true);
                 return Ok(SlotIndex(at));
             }
         }
-        Err(Full)
+        Err(AccountFull)
     }
 
-    /// Bytes that all processes together hold, or just reserve: without their spares.
+    /// Bytes that all processes together hold or have reserved, without their spares.
     pub fn used(&self) -> u64 {
         let spare = self.spare();
         self.used.load(Ordering::Relaxed).saturating_sub(spare)
     }
 
-    /// Bytes that one slot's process holds, or just reserves: without its spare.
+    /// Bytes that one slot's process holds or has reserved, without its spare.
     pub fn charged(&self, slot: SlotIndex) -> u64 {
         self.slots
             .get(slot.0)
@@ -218,8 +218,7 @@ impl<const N: usize> Account<N> {
     }
 
     /// Reserves as much as `limit` leaves, but no less than `least` and no more than `most` bytes;
-    /// returns how much that is, or `None` if it leaves less than `least`. What processes keep as
-    /// spares is left, too.
+    /// returns how much that is, or `None` if less than `least` is left. Spares count as left.
     pub fn reserve(&self, at: SlotIndex, least: u64, most: u64, limit: u64) -> Option<u64> {
         if self.take_spare(at, most) {
             return Some(most);
@@ -234,14 +233,14 @@ impl<const N: usize> Account<N> {
             let spares = self.spares();
             let left = limit.saturating_sub(self.used.load(Ordering::Acquire));
             if left < most {
-                // Nobody had a spare when `used` was read, or this process collects.
+                // Unless no process had a spare when `used` was read, this process collects.
                 let is_all = spares.is_none() && self.spares() == spares;
                 if !is_all && collections < COLLECTIONS {
                     collections += 1;
                     self.collect(at, slot);
                     continue;
                 }
-                // Full: refuse without writing to anything that other processes read.
+                // Full: refuses without a write to memory that other processes read.
                 if left < least {
                     return None;
                 }
@@ -253,14 +252,14 @@ impl<const N: usize> Account<N> {
         }
     }
 
-    /// Reserves `bytes` of the spare of the slot's process, if it has so much; whether it has. [`reserve`](Self::reserve)
-    /// does so too, with more code around it.
+    /// Reserves `bytes` from the spare of the slot's process; returns whether the spare was large enough. It is the fast
+    /// part of [`reserve`](Self::reserve).
     #[inline]
     pub fn take_spare(&self, slot: SlotIndex, bytes: u64) -> bool {
         self.slots.get(slot.0).is_some_and(|slot| slot.take(bytes))
     }
 
-    /// Raises `used` and what the slot is charged by as much as `limit` leaves, from `least` to `most`.
+    /// Raises `used` and the slot's charge by as much as `limit` leaves, from `least` to `most`.
     fn grant(&self, slot: &Slot, least: u64, most: u64, limit: u64) -> Option<u64> {
         slot.begun.fetch_add(1, Ordering::AcqRel);
         let mut used = self.used.load(Ordering::Relaxed);
@@ -289,8 +288,8 @@ impl<const N: usize> Account<N> {
         granted
     }
 
-    /// Releases `bytes`, at most what the slot's process holds; returns how much that was. A little
-    /// becomes its spare.
+    /// Releases `bytes`, at most what the slot's process holds; returns how much that was. A small amount
+    /// becomes the process's spare.
     #[inline]
     pub fn release(&self, at: SlotIndex, bytes: u64) -> u64 {
         let Some(slot) = self.slots.get(at.0) else {
@@ -318,7 +317,7 @@ impl<const N: usize> Account<N> {
         }
     }
 
-    /// How far the share has used its grant of GPU time, and the estimated GPU time of its launches,
+    /// The share's position in its grant of GPU time, and the estimated GPU time of its launches,
     /// both in nanoseconds.
     pub fn compute(&self) -> (u64, u64) {
         let word = |word: &AtomicU64| word.load(Ordering::Relaxed);
@@ -333,8 +332,8 @@ impl<const N: usize> Account<N> {
         }
     }
 
-    /// Returns the charges of processes that are gone. `locks` is a description that holds no
-    /// slot. Returns how many slots were reclaimed.
+    /// Gives back the charges of processes that have ended; returns the number of slots that were reclaimed.
+    /// `locks` is a description that holds no slot.
     pub fn reclaim(&self, locks: &impl Locks) -> usize {
         let mut reclaimed = 0;
         for (at, slot) in self.taken_slots() {
@@ -370,7 +369,7 @@ impl<const N: usize> Account<N> {
         surplus
     }
 
-    /// `used − Σ charged` at an instant without a change under way; `None` if there was one.
+    /// `used − Σ charged` at an instant without a change in progress; `None` if there was one.
     fn surplus(&self) -> Option<u64> {
         let taken: [u64; BITMAP_WORDS] = core::array::from_fn(|word| self.taken_word(word));
         let sum = |field| self.sum(&taken, field);
@@ -415,7 +414,7 @@ impl<const N: usize> Account<N> {
         slot.ended.store(begun, Ordering::Release);
     }
 
-    /// The slots that are marked as taken, and their places.
+    /// The slots that are marked as taken, with their indexes.
     fn taken_slots(&self) -> impl Iterator<Item = (usize, &Slot)> {
         (0..N.div_ceil(64))
             .flat_map(|word| places(word, self.taken_word(word)))
@@ -437,7 +436,7 @@ impl<const N: usize> Account<N> {
             let bit = 1 << (at % 64);
             if taken {
                 word.fetch_or(bit, Ordering::AcqRel);
-                // A collection that does not see the mark began before, and is seen by the slot's owner.
+                // If a collection does not see the mark, it began earlier, and the slot's owner sees it.
                 fence(Ordering::SeqCst);
             } else {
                 word.fetch_and(!bit, Ordering::AcqRel);
@@ -446,7 +445,7 @@ impl<const N: usize> Account<N> {
     }
 }
 
-/// The places whose bits are set in the `word`th word of 64.
+/// The indexes of the bits that are set in the `word`th word.
 fn places(word: usize, bits: u64) -> impl Iterator<Item = usize> {
     let mut rest = bits;
     core::iter::from_fn(move || {
@@ -480,8 +479,8 @@ impl Launches {
     }
 }
 
-/// The most collections of one reservation. Each but the first is needed only where a process has given
-/// during the one before.
+/// The most collections of one reservation. A further one is needed only if a process gave a spare during the
+/// one before.
 const COLLECTIONS: u32 = if cfg!(any(loom, kani)) { 2 } else { 64 };
 
 /// The number of attempts of [`Account::repair`]. A change takes some tens of nanoseconds, and an

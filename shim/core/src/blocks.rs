@@ -1,8 +1,8 @@
 //! Which of the driver's blocks hold small allocations, and how many.
 //!
 //! The driver allocates a GPU's memory in blocks (2 MiB) and puts several small allocations into one.
-//! So a small allocation costs a block or nothing: a block is charged while it contains an
-//! allocation. The address of an allocation gives its block.
+//! So a small allocation takes a new block or nothing. A block is charged while it contains an
+//! allocation. An allocation's address determines its block.
 //!
 //! ```text
 //!  reserve a block ─► driver ─► enter(address's block) ── first there ──► the block is charged
@@ -13,15 +13,15 @@
 //! A block whose last allocation is freed while another one is made in it stays charged, in any
 //! order of the two: the new allocation has its own reservation until it has entered.
 //!
-//! A word per block, in one of two rows of eight: no lock, no waiting, and constant time, as
-//! [`crate::table`]. Two threads may both be the first in a block, in two words: then the block is
-//! charged twice until one word is empty again, never less than once. The second rows are read only
-//! if one of them was ever needed.
+//! Each block has a word in one of two rows of eight. As in [`crate::table`], there is no lock and no
+//! waiting, and every operation takes constant time. Two threads may both be the first in a block, in two
+//! words: then the block is charged twice until one word is empty again, but never less than once. The second
+//! rows are read only if one was ever needed.
 
 use crate::sync::{AtomicU64, Ordering};
 use crate::ways::{WAYS, first};
 
-/// Allocations in a block: the low bits of a word. The block's number is above.
+/// The low bits of a word count the allocations in a block. The block's number is above.
 const COUNT_BITS: u32 = 20;
 const COUNT: u64 = (1 << COUNT_BITS) - 1;
 
@@ -29,7 +29,7 @@ const COUNT: u64 = (1 << COUNT_BITS) - 1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BlocksFull;
 
-/// The blocks. All-zero memory is none.
+/// The blocks. All zeros means no blocks.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Blocks<const N: usize = 8192> {
@@ -39,7 +39,7 @@ pub struct Blocks<const N: usize = 8192> {
 }
 
 impl<const N: usize> Blocks<N> {
-    /// Adds an allocation in block `number`, less than 2⁴⁴; whether it is the first there.
+    /// Adds an allocation in block `number`, less than 2⁴⁴; returns whether it is the first there.
     pub fn enter(&self, number: u64) -> Result<bool, BlocksFull> {
         let first = self.row(number, 0);
         if let Some(joined) = join(first, number) {
@@ -71,14 +71,15 @@ impl<const N: usize> Blocks<N> {
         Err(BlocksFull)
     }
 
-    /// Removes an allocation in a block; whether it was the last there.
+    /// Removes an allocation in a block; returns whether it was the last there.
     pub fn leave(&self, number: u64) -> bool {
-        // It is rarely not in the first.
+        // Most blocks are in their first row.
         leave(self.row(number, 0), number)
             .unwrap_or_else(|| leave(self.row(number, 1), number).unwrap_or(false))
     }
 
-    /// Removes an allocation in a block if it is the last there; whether it was: the block's charge is the caller's then.
+    /// Removes an allocation in a block if it is the last there; returns whether it was. If so, the caller owns the
+    /// block's charge.
     pub fn leave_if_last(&self, number: u64) -> bool {
         let none = number << COUNT_BITS;
         let leave = |word: &AtomicU64| {
@@ -94,12 +95,12 @@ impl<const N: usize> Blocks<N> {
         let hash = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let bits = if nth == 0 { hash >> 40 } else { hash >> 16 };
         #[expect(clippy::cast_possible_truncation, reason = "its low bits")]
-        let bits = bits as usize & 0xff_ffff;
-        &self.rows[bits % N]
+        let at = bits as usize & 0xff_ffff;
+        &self.rows[at % N]
     }
 }
 
-/// Changes the word of a block that a row has, if `to` returns another; `None` if the row has not the block.
+/// Changes the word of a block in a row, if `to` returns another; `None` if the block is not in the row.
 #[inline]
 fn change(
     row: &[AtomicU64; WAYS],
@@ -195,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_can_leave_alone() {
+    fn an_allocation_alone_in_its_block_can_leave() {
         let blocks = fresh::<4>();
         assert!(!blocks.leave_if_last(7), "nothing is there");
         assert_eq!(blocks.enter(7), Ok(true));
@@ -218,7 +219,7 @@ mod tests {
 
     /// With any number of threads, as many are first in a block as are last.
     #[test]
-    fn firsts_and_lasts_are_as_many() {
+    fn a_block_has_as_many_firsts_as_lasts() {
         use core::sync::atomic::{AtomicI64, Ordering};
         let blocks = fresh::<2>();
         let charged = AtomicI64::new(0);

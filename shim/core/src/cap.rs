@@ -8,8 +8,8 @@
 //! | 16 | 8 | memory limit in bytes, `u64::MAX` for none |
 //! | 24 | 4 | cores in percent of the GPU's time, 0 for no limit |
 //! | 28 | 4 | percent of the GPU's threads of each MPS client, 0 for a share without MPS |
-//! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 where that is not known |
-//! | 40 | 8 | bytes of the memory limit that may lie on the GPU and cannot move, 0 where memory is not oversubscribed |
+//! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 if unknown |
+//! | 40 | 8 | bytes of the memory limit for memory that cannot move from the GPU, 0 if memory is not oversubscribed |
 //! | 64 | 64 | GPU UUID as NVML prints it |
 //! | 128 | 64 | UID of the claim |
 //! | 192 | 256 | device key: the share's folder name |
@@ -25,11 +25,11 @@ use crate::uuid::GpuUuid;
 /// Bytes of a cap page.
 pub const LEN: usize = 4096;
 
-/// Bytes of a cap page that say what the limits are, their checksum included. The compute share's
-/// refill follows, which the node writes repeatedly: see [`crate::compute::refill`].
+/// Bytes of a cap page for the limits, including their checksum. The compute share's refill follows, which
+/// the node writes repeatedly: see [`crate::compute::refill`].
 pub const LIMITS_LEN: usize = 1024;
 
-/// The layout's version: the same as the account page's, because a claim has both.
+/// The layout's version. The account page has the same, because a claim has both.
 pub const ABI: u32 = 1;
 
 const MAGIC: [u8; 8] = *b"TRANCHEC";
@@ -51,7 +51,7 @@ const UUID_LEN: usize = 64;
 const CLAIM_LEN: usize = 64;
 const KEY_LEN: usize = 256;
 
-/// What happens to GPU time that the share does not use, or would take beyond its cores.
+/// Whether a share may use more GPU time than its cores.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ComputePolicy {
     /// Never more than the cores, even on an idle GPU.
@@ -68,10 +68,10 @@ pub struct CapPage<'a> {
     /// The most device memory all processes of the share hold together, in bytes, at least 1;
     /// `None` for a device without a cap (exclusive, timeshared).
     pub memory_limit: Option<u64>,
-    /// Where the GPU's memory is oversubscribed: the most of the limit that may be memory which the driver cannot move to
-    /// the host, in bytes, from 1 to the limit. `None` where all of the limit may.
+    /// If the GPU's memory is oversubscribed: how much of the limit may be memory that the driver cannot move to the host,
+    /// in bytes, from 1 to the limit. `None` for all of the limit.
     pub resident_limit: Option<u64>,
-    /// Bytes that one CUDA context takes on this GPU, 0 where that is not known. The share has room
+    /// Bytes that one CUDA context takes on this GPU, 0 if unknown. The share has room
     /// for one context beside its memory: its first context is free, every further one is charged
     /// this much.
     pub context_memory: u64,
@@ -145,7 +145,7 @@ impl<'a> CapPage<'a> {
         Ok(page)
     }
 
-    /// Reads a page's bytes; refuses whatever [`encode`](Self::encode) would not have written.
+    /// Reads a page's bytes; refuses a page that [`encode`](Self::encode) cannot have written.
     pub fn decode(page: &'a [u8]) -> Result<Self, PageError> {
         if page.len() != LEN {
             return Err(PageError::Length {
@@ -208,8 +208,8 @@ impl<'a> CapPage<'a> {
         self.resident_limit.is_none_or(|bytes| bytes <= limit)
     }
 
-    /// The GPU's UUID as 16 bytes; `None` where [`gpu_uuid`](Self::gpu_uuid) is none, which a
-    /// decoded page's never is.
+    /// The GPU's UUID as 16 bytes; `None` if [`gpu_uuid`](Self::gpu_uuid) is invalid, which never happens in a
+    /// decoded page.
     #[must_use]
     pub fn gpu(&self) -> Option<GpuUuid> {
         GpuUuid::parse(self.gpu_uuid)

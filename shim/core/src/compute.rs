@@ -10,15 +10,15 @@
 //!
 //! - [`refill`]: what the node grants, as a straight line over the clock, so that every nanosecond
 //!   is granted, and the grant continues if the node dies;
-//! - [`bucket`]: what the share has used of it, one number for all its processes;
-//! - [`batch`]: what a process took of it in advance, so that a launch costs a few nanoseconds;
+//! - [`bucket`]: how much of it the share has used, one number for all its processes;
+//! - [`batch`]: how much of it a process has taken in advance, so that a launch costs a few nanoseconds;
 //! - [`costs`]: the measured GPU time of a launch by its shape: kernel, grid and block, or graph;
 //! - [`kernels`]: measurements of a kernel with any grid, from which a new shape's cost is predicted;
 //! - [`collective`]: the kernels that never wait.
 //!
-//! The share pays when it launches, before the launch's time is known. What it took beyond its grant is a
-//! debt that the next launches wait for, each at most [`WAIT_NANOS`]; a larger debt is carried, and
-//! repaid at half the rate. Of unused grant, [`BURST_NANOS`] are kept.
+//! The share pays when it launches, before the launch's time is known. What it takes beyond its grant is a
+//! debt for which the next launches wait, each at most [`WAIT_NANOS`]; a larger debt is carried, and
+//! repaid at half the rate. An unused grant of up to [`BURST_NANOS`] is kept.
 
 pub mod batch;
 pub mod bucket;
@@ -43,9 +43,8 @@ pub const PERCENT: u64 = WHOLE / 100;
 /// How much unused grant is kept: what is granted in so many nanoseconds.
 pub const BURST_NANOS: u64 = 100_000_000;
 
-/// The longest that one launch waits for its share's debt, in nanoseconds. A share whose rate is `r` keeps
-/// to it with kernels of up to `r / (1 - r)` of this; with longer ones, of `k`, it gets at most
-/// `k / (k + WAIT_NANOS)` of the GPU.
+/// The longest that one launch waits for its share's debt, in nanoseconds. With kernels of up to `r / (1 - r)` of
+/// this, a share gets its rate `r`; with longer ones, of `k`, it gets at most `k / (k + WAIT_NANOS)` of the GPU.
 pub const WAIT_NANOS: u64 = 10_000_000_000;
 
 /// The largest carried debt: what is granted in so many nanoseconds. The rest is cancelled, so that a

@@ -8,9 +8,9 @@ use core::fmt;
 pub enum PageError {
     /// The bytes have a wrong length.
     Length {
-        /// What this build reads and writes, in bytes.
+        /// The length that this build reads and writes, in bytes.
         expected: usize,
-        /// What was given, in bytes.
+        /// The length that was given, in bytes.
         found: usize,
     },
     /// The first eight bytes are not the magic of this kind of page.
@@ -31,11 +31,11 @@ pub enum PageError {
         /// The most bytes it can hold.
         capacity: usize,
     },
-    /// The GPU's name is no `GPU-…` or `MIG-…` UUID.
+    /// The GPU's name is not a `GPU-…` or `MIG-…` UUID.
     Uuid,
     /// The memory limit is 0, which no share has.
     MemoryLimit,
-    /// The limit of memory that cannot move is 0, more than the memory limit, or without one.
+    /// The limit of memory that cannot move is 0, or larger than the memory limit, or there is no memory limit.
     ResidentLimit,
     /// Cores are a percentage, 1 to 100.
     Cores {
@@ -54,10 +54,10 @@ pub enum PageError {
     },
 }
 
-/// A piece of a message. The shim puts messages together without `core::fmt`, which alone would be a
-/// tenth of its size.
+/// A piece of a message. The shim composes messages without `core::fmt`, which would be a tenth of its
+/// size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part<'a> {
+pub enum MessagePart<'a> {
     /// Words.
     Text(&'a str),
     /// A decimal number.
@@ -67,8 +67,8 @@ pub enum Part<'a> {
 impl PageError {
     /// The message, piece by piece.
     #[must_use]
-    pub fn parts(&self) -> [Part<'static>; 5] {
-        use Part::{Number, Text};
+    pub fn parts(&self) -> [MessagePart<'static>; 5] {
+        use MessagePart::{Number, Text};
 
         let number = |number: u32| Number(u64::from(number));
         let words = |words| [Text(words), Text(""), Text(""), Text(""), Text("")];
@@ -131,8 +131,8 @@ impl PageError {
 impl fmt::Display for PageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.parts().iter().try_for_each(|part| match part {
-            Part::Text(text) => f.write_str(text),
-            Part::Number(number) => write!(f, "{number}"),
+            MessagePart::Text(text) => f.write_str(text),
+            MessagePart::Number(number) => write!(f, "{number}"),
         })
     }
 }

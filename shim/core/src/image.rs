@@ -2,16 +2,16 @@
 //!
 //! An image is PTX, an ELF file for one architecture, or a fat binary of several of either. It
 //! contains the sizes of its variables and its code, but not how the driver lays them out. Code is
-//! loaded at its first use, unless the program loads everything at once (`CUDA_MODULE_LOADING`): what
-//! is said here is the most that it can take. PTX is compiled by the driver: an instruction of 16
-//! bytes has more of text. Compressed entries of a fat binary show only their total size.
+//! loaded at its first use, unless the program loads everything at once (`CUDA_MODULE_LOADING`), so the
+//! size of the code is an upper bound. The driver compiles PTX: an instruction of 16 bytes has a longer
+//! text. Compressed entries of a fat binary show only their total size.
 
 /// The needs of an image, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Needs {
     /// Variables and constants: allocated with the module.
     pub data: u64,
-    /// Code, and what cannot be read, at most: allocated at its first use.
+    /// An upper bound of code, and of parts that cannot be read: allocated at its first use.
     pub code: u64,
 }
 
@@ -223,7 +223,7 @@ fn number(word: &[u8]) -> u64 {
     value.unwrap_or(u64::MAX)
 }
 
-/// A little-endian number; 0 where the bytes end before it.
+/// A little-endian number; 0 if the bytes end before it.
 fn word(bytes: &[u8], at: usize, length: usize) -> u64 {
     let found = bytes.get(at..at + length).unwrap_or(&[]);
     found

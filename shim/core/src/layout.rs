@@ -8,19 +8,19 @@
 //! | 128 | 8 | `used`: bytes of device memory reserved by all processes together, their spares included |
 //! | 136 | 8 | `peak`: the most `used` ever was |
 //! | 256 | 8 | `refused`: allocations refused to processes that have ended |
-//! | 384 | 8 | `position`: how far the share has used its grant of GPU time, in nanoseconds |
+//! | 384 | 8 | `position`: the share's position in its grant of GPU time, in nanoseconds |
 //! | 392 | 8 | `spent`: estimated nanoseconds of GPU time of its launches, with corrections |
 //! | 400 | 8 | `carried`: nanoseconds of GPU time of debt beyond its position, repaid at half its rate |
 //! | 448 | 8 | launches of processes that have ended |
 //! | 456 | 8 | nanoseconds for which they were delayed |
 //! | 464 | 8 | when the last of these launches was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
-//! | 512 | 128 | which slots were ever taken and not yet reclaimed, one bit each |
+//! | 512 | 128 | the slots that were taken and not reclaimed yet, one bit each |
 //! | 640 | 8 | `spares`: which slots may have a spare, one bit for 32, or bit 32 if none has; above it a number of a collection |
 //! | 4096 | 128 each | the slots |
 //!
-//! A slot belongs to one process, from the moment it holds a write lock (an open file description
-//! lock, `F_OFD_SETLK`) on the file's byte [`slot_lock`] until the kernel drops that lock with the
-//! process, and the lock on the byte [`files_lock`] with the last of those that have its files:
+//! A slot belongs to one process from the moment it holds a write lock (an open file description lock,
+//! `F_OFD_SETLK`) on the file's byte [`slot_lock`] until the kernel has dropped that lock, at the end of the
+//! process, and the lock on the byte [`files_lock`], at the end of the last process that has its files:
 //!
 //! | offset | bytes | field |
 //! |---|---|---|
@@ -28,7 +28,7 @@
 //! | 8 | 8 | `ended`: changes that were completed |
 //! | 16 | 8 | `charge`: the process's part of `used` in the low 48 bits, in bytes; above them its spare, in 64 KiB |
 //! | 24 | 8 | `refused`: allocations refused to it |
-//! | 32 | 8 | its PID, in its own PID namespace; for people |
+//! | 32 | 8 | its PID, in its own PID namespace; informative |
 //! | 40 | 8 | its launches of kernels and graphs, counted in batches |
 //! | 48 | 8 | nanoseconds for which its launches were delayed, summed over its threads |
 //! | 56 | 8 | when its last launch was, `CLOCK_MONOTONIC` in nanoseconds; 0 for never |
@@ -117,7 +117,7 @@ impl Charge {
         self.bytes() - self.spare()
     }
 
-    /// `bytes` less of it, none of them of the spare; at most [`used`](Self::used).
+    /// The charge without `bytes` of its used part; at most [`used`](Self::used).
     pub(crate) const fn without(self, bytes: u64) -> Self {
         Self(self.0 - bytes)
     }
@@ -127,7 +127,7 @@ impl Charge {
         Self(self.used())
     }
 
-    /// `bytes` of what is used become spare; `None` where it cannot hold them.
+    /// The charge after `bytes` of its used part became spare; `None` if the spare cannot hold them.
     pub(crate) const fn give(self, bytes: u64) -> Option<Self> {
         let units = (self.0 >> SPARE_SHIFT) + bytes / SPARE_UNIT;
         if units <= MOST_SPARE / SPARE_UNIT && bytes.is_multiple_of(SPARE_UNIT) {
@@ -137,7 +137,7 @@ impl Charge {
         }
     }
 
-    /// `bytes` of the spare are used; `None` where it has less.
+    /// The charge after `bytes` of the spare became used; `None` if the spare is smaller.
     pub(crate) const fn take(self, bytes: u64) -> Option<Self> {
         let has = self.0 >> SPARE_SHIFT >= bytes / SPARE_UNIT;
         if has && bytes.is_multiple_of(SPARE_UNIT) {
@@ -149,16 +149,16 @@ impl Charge {
 }
 
 /// The byte of the account file that the owner of slot `slot` (0 to [`SLOTS`] − 1) holds locked.
-/// It is beyond the end of the page, because a lock needs no content and cannot be confused with
-/// one of the content.
+/// It is beyond the end of the page: a lock needs no content, and there it cannot be mistaken for a lock of
+/// the content.
 #[must_use]
 pub const fn slot_lock(slot: usize) -> u64 {
     (LEN + slot) as u64
 }
 
-/// The byte of the account file that stays locked as long as any process has the descriptor that the
-/// owner of slot `slot` (0 to [`SLOTS`] − 1) opened for it, including its forked children: they have
-/// the driver's files too, and the driver frees a process's memory when the last of those is closed.
+/// The byte of the account file that stays locked while any process has the descriptor that the owner of slot
+/// `slot` (0 to [`SLOTS`] − 1) opened for it. Forked children inherit it and the driver's files, and the driver
+/// frees a process's memory when the last of those is closed.
 #[must_use]
 pub const fn files_lock(slot: usize) -> u64 {
     REPAIR_LOCK + 1 + slot as u64
@@ -268,7 +268,7 @@ pub struct AccountSnapshot<'a> {
 }
 
 impl<'a> AccountSnapshot<'a> {
-    /// Bytes of device memory that the share's processes hold or just reserve.
+    /// Bytes of device memory that the share's processes hold or have reserved.
     #[must_use]
     pub fn used(&self) -> u64 {
         let spare = |sum: u64, process: ProcessUsage| sum.saturating_add(process.spare);
@@ -329,7 +329,7 @@ impl<'a> AccountSnapshot<'a> {
         get_u64(self.page, AT_SPENT)
     }
 
-    /// How far the share has used its grant of GPU time, in nanoseconds.
+    /// The share's position in its grant of GPU time, in nanoseconds.
     #[must_use]
     pub fn position(&self) -> u64 {
         get_u64(self.page, AT_POSITION)
@@ -357,7 +357,7 @@ impl<'a> AccountSnapshot<'a> {
     }
 }
 
-/// A moment, where 0 is none.
+/// A time; 0 means none.
 fn noted(moment: u64) -> Option<u64> {
     (moment != 0).then_some(moment)
 }

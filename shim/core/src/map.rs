@@ -1,8 +1,8 @@
-//! A map in memory that is given: no allocation, and all-zero memory is an empty one.
+//! A map of fixed size without allocation. All zeros means an empty map.
 
 /// There is no room for another value, or its key is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Full;
+pub struct MapFull;
 
 /// Values by number (not 0), in open addressing.
 #[repr(C)]
@@ -21,7 +21,7 @@ impl<V: Copy, const N: usize> Map<V, N> {
         (key.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as usize % N
     }
 
-    /// Where a key is, or the free place where it would be.
+    /// The place of a key, or the free place for it.
     fn find(&self, key: u64) -> (usize, bool) {
         let mut at = Self::home(key);
         // There is always a free place.
@@ -48,14 +48,14 @@ impl<V: Copy, const N: usize> Map<V, N> {
         }
     }
 
-    pub fn put(&mut self, key: u64, value: V) -> Result<(), Full> {
+    pub fn put(&mut self, key: u64, value: V) -> Result<(), MapFull> {
         if key == 0 {
-            return Err(Full);
+            return Err(MapFull);
         }
         let (at, there) = self.find(key);
         if !there {
             if self.len >= Self::MOST {
-                return Err(Full);
+                return Err(MapFull);
             }
             self.len += 1;
             self.keys[at] = key;
@@ -71,7 +71,7 @@ impl<V: Copy, const N: usize> Map<V, N> {
         }
         let value = self.values[hole];
         self.len -= 1;
-        // Those behind it move up, so that nobody's search ends at the hole.
+        // The values behind it move up, so that no search ends at the hole.
         let mut at = hole;
         loop {
             at = (at + 1) % N;
@@ -79,7 +79,7 @@ impl<V: Copy, const N: usize> Map<V, N> {
                 break;
             }
             let ideal = Self::home(self.keys[at]);
-            // Whether its own place is not behind the hole, going round.
+            // Whether its own place is not after the hole, in the circular order.
             if (at + N - ideal) % N >= (at + N - hole) % N {
                 self.keys[hole] = self.keys[at];
                 self.values[hole] = self.values[at];
@@ -100,7 +100,7 @@ impl<V: Copy, const N: usize> Map<V, N> {
             .map(|(key, value)| (*key, value))
     }
 
-    /// The key of a value that is sought.
+    /// The key of any value that matches.
     pub fn key_of(&self, is_it: impl Fn(&V) -> bool) -> Option<u64> {
         let mut all = self.iter();
         all.find(|(_, value)| is_it(value)).map(|(key, _)| key)
@@ -110,7 +110,7 @@ impl<V: Copy, const N: usize> Map<V, N> {
         self.len
     }
 
-    /// The first value that is sought, from a place on, and the place after it.
+    /// The first value that matches, from a place on, and the place after it.
     pub fn next(&self, from: usize, is_it: impl Fn(&V) -> bool) -> Option<(usize, u64, V)> {
         if self.len == 0 {
             return None;

@@ -1,42 +1,41 @@
-//! Physical memory by handle (`cuMemCreate`, imports), and what uses it; and allocations from which a `dma-buf` was made.
+//! Physical memory by handle (`cuMemCreate`, imports) and its uses; also allocations from which a `dma-buf` was made.
 //!
-//! Such memory exists until its last use has ended: a handle that was not released, a mapping, a binding to a
-//! sparse array or to a multicast object, an open descriptor by which it can be imported. Only then is its charge
-//! given back.
+//! Such memory exists until its last use has ended. A use is a handle that was not released, a mapping, a binding to a
+//! sparse array or to a multicast object, or an open descriptor by which it can be imported. When no use is left, the
+//! charge is given back.
 //!
 //! ```text
 //!  create ─► handle ── retain, import ──► more handles ── release ──┐
 //!               ├── bind ──► places that show it ──────── unbind ───┼─► no use left: freed
-//!               └── export ──► descriptors ──── close, by anybody ──┘
+//!               └── export ──► descriptors ── close, by any process ┘
 //! ```
 //!
-//! Handles, places and tokens are numbers other than 0, of unrelated kinds: the caller keeps the kinds of places
-//! apart.
+//! Handles, places and tokens are numbers other than 0. The caller must not use one number for two kinds of places.
 //!
-//! # An allocation is known by its birth
+//! # An allocation has its own number
 //!
-//! The driver hands a handle out again as soon as it is free, and who freed it may note that later. So an allocation
-//! has a number of its own ([`Id`]), which a handle stands for until it is released, or is seen to stand for other
-//! memory. What ends a use ends one of the allocation that its handle stood for when it began.
+//! The driver reuses a handle as soon as it is free, and the thread that freed it may note that later. So an allocation
+//! has its own number ([`Id`]). A handle stands for it until the handle is released, or is seen to stand for other
+//! memory. A release ends a use of the allocation for which its handle stood when the release began.
 //!
 //! # No lock is held while the driver is called
 //!
-//! A tool's callback may run inside the driver's call and come back with another call. So every change has two
-//! halves, each made under the caller's lock, with the driver's call between them:
+//! A tool's callback may run inside the driver's call and call CUDA again. So every change has two steps, each under the
+//! caller's lock, with the driver's call between them:
 //!
-//! - What adds a use begins with [`hold`](Physical::hold), before the driver is asked: the memory stays charged
-//!   whatever others release meanwhile. Its second half notes what the use is for, or ends it.
-//! - What ends a use begins with [`begin_release`](Physical::begin_release) or [`mark`](Physical::mark) and
-//!   frees nothing before the driver has done it. Every release ends one use, whichever the driver does last. What
-//!   others make under the same number meanwhile is younger than the mark, and is left alone.
+//! - A call that adds a use first calls [`hold`](Physical::hold), so that the memory stays charged even if others
+//!   release it meanwhile. The second step notes what the use is for, or ends it.
+//! - A call that ends a use first calls [`begin_release`](Physical::begin_release) or [`mark`](Physical::mark). Nothing
+//!   is freed before the driver has done it. Every release ends one use, in whatever order the driver does them. What
+//!   others create under the same number meanwhile is younger than the mark, and is not touched.
 //!
-//! So at no instant is memory without a charge that the driver still has.
+//! So all memory that the driver still has is charged at every instant.
 
 use core::num::NonZeroU64;
 
 use crate::map::Map;
 
-pub use crate::map::Full;
+pub use crate::map::MapFull;
 
 /// Memory that has no use left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,11 +46,11 @@ pub struct Freed {
     pub device: u8,
 }
 
-/// An instant: what was noted later is younger.
+/// An instant. Everything that is noted later is younger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mark(u64);
 
-/// An allocation, by the number of its birth. No other has or had that number.
+/// The number of an allocation, which is never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Id(NonZeroU64);
@@ -78,7 +77,7 @@ impl Id {
 #[must_use = "end it when the driver has answered"]
 pub struct Release {
     handle: u64,
-    /// The allocation that the handle stood for; 0 for one that is not noted here.
+    /// The allocation for which the handle stood; 0 for one that is not noted here.
     of: u64,
     /// When it began to stand for that.
     born: u64,
@@ -98,16 +97,16 @@ pub enum Imported {
 pub struct Export {
     /// The allocation that it keeps.
     of: u64,
-    /// The byte of its file that is locked as long as it is open anywhere.
+    /// The byte of its file that is locked while it is open in any process.
     pub byte: u64,
-    /// This process's descriptor of the same file by which that is found out.
+    /// This process's descriptor of the same file, which shows whether the byte is locked.
     pub witness: i32,
     /// The file's device and inode.
     pub file: (u64, u64),
 }
 
 impl Export {
-    /// One whose file's `byte` is locked as long as it is open, as `witness` sees.
+    /// A descriptor of `file`, whose `byte` is locked while it is open; `witness` shows whether it is.
     #[must_use]
     pub const fn new(byte: u64, witness: i32, file: (u64, u64)) -> Self {
         Self {
@@ -121,13 +120,13 @@ impl Export {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Handle {
-    /// The allocation that it stands for.
+    /// The allocation for which it stands.
     of: u64,
-    /// How often it was given out and not released.
+    /// How often it was handed out and not released.
     uses: u64,
-    /// Releases of it that the driver was asked for.
+    /// Its releases in progress.
     releasing: u64,
-    /// The context that it ends with; 0 for none.
+    /// The context with which it ends; 0 for none.
     context: u64,
     /// When it began to stand for the allocation, which it may do a second time.
     born: u64,
@@ -136,7 +135,7 @@ struct Handle {
 #[derive(Clone, Copy, Debug, Default)]
 struct Allocation {
     bytes: u64,
-    /// Those of its handles, places that show it, exports, and calls under way.
+    /// Uses by its handles, by places that show it, by exports, and by calls in progress.
     uses: u64,
     /// How many of them are exports.
     exports: u64,
@@ -158,7 +157,7 @@ struct Binding {
     of: u64,
     /// Bytes of addresses that it covers.
     length: u64,
-    /// What it goes with; 0 for nothing.
+    /// The owner with which it ends; 0 for none.
     owner: u64,
     /// The places before and after it among those of its owner; 0 for none.
     before: u64,
@@ -167,18 +166,18 @@ struct Binding {
     born: u64,
 }
 
-/// All of a process's physical memory. All-zero memory is none.
+/// All of a process's physical memory. All zeros means no memory.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Physical<const N: usize = 131_072, const FEW: usize = 4096> {
     handles: Map<Handle, N>,
     allocations: Map<Allocation, N>,
     bindings: Map<Binding, N>,
-    /// Of a token, the allocation that was exported.
+    /// The exported allocation of each token.
     tokens: Map<u64, FEW>,
     /// Exports by their byte.
     exports: Map<Export, FEW>,
-    /// Of an owner, its first place.
+    /// The first place of each owner.
     owners: Map<u64, FEW>,
     /// Counts marks, bindings and allocations.
     clock: u64,
@@ -186,24 +185,24 @@ pub struct Physical<const N: usize = 131_072, const FEW: usize = 4096> {
     left: usize,
     /// Handles that end with a context.
     in_contexts: usize,
-    /// Where the next look for closed descriptors begins.
+    /// Where the next search for closed descriptors begins.
     next_export: usize,
 }
 
 impl<const N: usize, const FEW: usize> Physical<N, FEW> {
-    /// Notes memory that the driver has made, with one use. `freed` gets what the handle stood for before, where
-    /// that has no use left.
+    /// Notes memory that the driver has created, with one use. Calls `freed` with the memory for which the handle stood
+    /// before, if that has no use left.
     pub fn create(
         &mut self,
         handle: u64,
         bytes: u64,
         device: u8,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         self.create_in(0, handle, bytes, device, freed)
     }
 
-    /// The same of memory whose handle ends with `context`, if that is not 0.
+    /// The same for memory whose handle ends with `context`, if that is not 0.
     fn create_in(
         &mut self,
         context: u64,
@@ -211,7 +210,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         bytes: u64,
         device: u8,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         self.replace_handle(handle, freed);
         let of = self.create_without_handle(bytes, device)?.number();
         let noted = self.put_handle(handle, of, context);
@@ -223,8 +222,8 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         noted
     }
 
-    /// Notes memory that no handle stands for, with one use, which [`let_go`](Self::let_go) ends.
-    pub fn create_without_handle(&mut self, bytes: u64, device: u8) -> Result<Id, Full> {
+    /// Notes memory without a handle, with one use, which [`let_go`](Self::let_go) ends.
+    pub fn create_without_handle(&mut self, bytes: u64, device: u8) -> Result<Id, MapFull> {
         let id = Id(self.next());
         let allocation = Allocation {
             bytes,
@@ -236,15 +235,15 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         Ok(id)
     }
 
-    /// An allocation is charged `bytes` from now on.
+    /// Sets the charge of an allocation.
     pub fn set_bytes(&mut self, id: Id, bytes: u64) {
         if let Some(allocation) = self.allocations.get_mut(id.number()) {
             allocation.bytes = bytes;
         }
     }
 
-    /// A handle stands for an allocation, with one use.
-    fn put_handle(&mut self, handle: u64, of: u64, context: u64) -> Result<(), Full> {
+    /// Notes that a handle stands for an allocation, with one use.
+    fn put_handle(&mut self, handle: u64, of: u64, context: u64) -> Result<(), MapFull> {
         let born = self.tick();
         let noted = Handle {
             of,
@@ -256,8 +255,8 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         self.handles.put(handle, noted)
     }
 
-    /// A handle was handed out again, maybe for other memory: it stands for what it stood for no more. Uses that are
-    /// being released end with their releases: nobody knows whether the driver has done those.
+    /// Forgets for which memory a handle stood, because the driver has reused it. Uses that are being released end with
+    /// their releases, because it is unknown whether the driver has done those.
     fn replace_handle(&mut self, handle: u64, freed: &mut dyn FnMut(Freed)) {
         if let Some(gone) = self.remove_handle(handle) {
             let uses = gone.uses.saturating_sub(gone.releasing);
@@ -271,8 +270,8 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         Some(gone)
     }
 
-    /// The driver has given a handle out once more, for what it stood for: whether that is so. It may be other memory
-    /// where all of its uses are being released.
+    /// Adds a use of a handle that the driver has handed out once more; returns whether it still stands for the same
+    /// memory. It may stand for other memory if all of its uses are being released.
     pub fn use_again(&mut self, handle: u64) -> bool {
         match self.handles.get_mut(handle) {
             Some(found) if found.uses > found.releasing => {
@@ -286,14 +285,14 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
     }
 
     /// Notes memory that the driver has imported under a handle, which ends with `context`, if that is not 0. Nothing
-    /// is charged where the handle is one more of memory that is noted here.
+    /// is charged if the memory is noted here already.
     pub fn import(
         &mut self,
         (handle, context): (u64, u64),
         bytes: u64,
         device: u8,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<Imported, Full> {
+    ) -> Result<Imported, MapFull> {
         if self.use_again(handle) {
             return Ok(Imported::Again);
         }
@@ -301,7 +300,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
             .map(|()| Imported::New)
     }
 
-    /// The allocation that a handle stands for.
+    /// The allocation for which a handle stands.
     #[must_use]
     pub fn id_of(&self, handle: u64) -> Option<Id> {
         Id::of(self.handles.get(handle)?.of)
@@ -313,13 +312,13 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         self.allocations.get(id.number()).map(|found| found.device)
     }
 
-    /// Adds a use to a handle's memory; `None` where that is not noted here.
+    /// Adds a use to a handle's memory; `None` if that is not noted here.
     pub fn hold(&mut self, handle: u64) -> Option<Id> {
         let id = self.id_of(handle)?;
         self.hold_id(id)
     }
 
-    /// The same of an allocation.
+    /// The same for an allocation.
     pub fn hold_id(&mut self, id: Id) -> Option<Id> {
         self.add_use(id.number()).then_some(id)
     }
@@ -351,7 +350,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         }
     }
 
-    /// Forgets memory without a use, and what goes with it.
+    /// Forgets memory without a use, and what ends with it.
     fn finish(&mut self, of: u64, freed: &mut dyn FnMut(Freed)) {
         let Some(gone) = self.allocations.remove(of) else {
             return;
@@ -380,10 +379,10 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         Release { handle, of, born }
     }
 
-    /// The driver has released it, or refused to.
+    /// Ends a release: the driver has done it, or has refused.
     pub fn end_release(&mut self, release: &Release, done: bool, freed: &mut dyn FnMut(Freed)) {
         let Release { handle, of, born } = *release;
-        // It was handed out again where it is younger: for other memory, and then maybe for the same.
+        // If it is younger, the driver has handed it out again.
         let is_it = |found: &&mut Handle| found.born == born;
         if let Some(found) = self.handles.get_mut(handle).filter(is_it) {
             found.releasing = found.releasing.saturating_sub(1);
@@ -395,8 +394,8 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         self.end_uses(of, u64::from(done), freed);
     }
 
-    /// A token exists by which the handle's memory can be imported. A token that cannot be noted is one whose
-    /// import is taken for another process's.
+    /// Notes a token by which the handle's memory can be imported. If there is no room for it, an import of the token is
+    /// treated as an import from another process.
     pub fn add_token(&mut self, token: u64, handle: u64) {
         if let Some(id) = self.id_of(handle)
             && self.tokens.put(token, id.number()).is_ok()
@@ -406,15 +405,15 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         }
     }
 
-    /// The memory that was exported as `token`, held; `None` for another process's memory.
+    /// Holds the memory that was exported as `token`; `None` for another process's memory.
     pub fn hold_exported(&mut self, token: u64) -> Option<Id> {
         let of = *self.tokens.get(token)?;
         self.hold_id(Id::of(of)?)
     }
 
-    /// A descriptor keeps the memory of `held`, whose use it has from now on. Returns the witness that is used for
-    /// it: another's, where that is of the same file.
-    pub fn add_export(&mut self, held: Id, export: Export) -> Result<i32, Full> {
+    /// Notes a descriptor that keeps the memory of `held` and takes over its use. Returns the witness that is used for
+    /// it, which is that of another export if that is of the same file.
+    pub fn add_export(&mut self, held: Id, export: Export) -> Result<i32, MapFull> {
         let same_file = |other: &Export| other.file == export.file;
         let other = self.exports.next(0, same_file);
         let witness = other.map_or(export.witness, |(_, _, other)| other.witness);
@@ -432,7 +431,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         Ok(witness)
     }
 
-    /// Whether there is memory that only descriptors keep.
+    /// Whether only descriptors keep some of the memory.
     #[must_use]
     pub fn has_left(&self) -> bool {
         self.left > 0
@@ -444,14 +443,14 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         self.exports.len() > 0
     }
 
-    /// The first descriptor of a file from a place in the list on, and the place after it.
+    /// The first descriptor of a file at or after a place in the list, and the place after it.
     #[must_use]
     pub fn export_of_file(&self, file: (u64, u64), from: usize) -> Option<(usize, Export)> {
         let found = self.exports.next(from, |export| export.file == file)?;
         Some((found.0, found.2))
     }
 
-    /// Holds the memory that a descriptor keeps; `None` where it was found closed meanwhile.
+    /// Holds the memory that a descriptor keeps; `None` if it was found closed meanwhile.
     pub fn hold_export(&mut self, export: &Export) -> Option<Id> {
         self.exports
             .get(export.byte)
@@ -459,7 +458,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         self.hold_id(Id::of(export.of)?)
     }
 
-    /// The next in turn whose descriptor may have been closed: of those that alone keep their memory, or of all.
+    /// The next export whose descriptor may have been closed: among all, or among those that alone keep their memory.
     pub fn next_export(&mut self, of_all: bool) -> Option<Export> {
         if !of_all && self.left == 0 {
             return None;
@@ -476,7 +475,8 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         Some(export)
     }
 
-    /// A descriptor is closed everywhere. Returns its witness, if no other export needs that.
+    /// Ends an export, because its descriptor is closed in all processes. Returns its witness, if no other export needs
+    /// it.
     pub fn end_export(&mut self, export: &Export, freed: &mut dyn FnMut(Freed)) -> Option<i32> {
         let is_it = |found: &&Export| **found == *export;
         self.exports.get(export.byte).filter(is_it)?;
@@ -494,13 +494,13 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
             .then_some(export.witness)
     }
 
-    /// `handle` is a handle, too, of the memory of `held`, whose use it has from now on.
+    /// Notes that `handle` stands for the memory of `held` too, and takes over its use.
     pub fn name(
         &mut self,
         handle: u64,
         held: Id,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         if let Some(found) = self.handles.get_mut(handle)
             && found.of == held.number()
         {
@@ -508,7 +508,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
             return Ok(());
         }
         if self.use_again(handle) {
-            // Noted as other memory, when nobody could tell.
+            // It was noted as other memory, when it was unknown that it is the same.
             self.let_go(held, freed);
             return Ok(());
         }
@@ -516,8 +516,8 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         self.put_handle(handle, held.number(), 0)
     }
 
-    /// `place` shows the memory of `held`, whose use it has from now on, for `length` bytes of addresses, and goes with
-    /// `owner`, if that is not 0. What it showed before it shows no more.
+    /// Notes that `place` shows the memory of `held`, takes over its use, covers `length` bytes of addresses, and ends with
+    /// `owner`, if that is not 0. It no longer shows what it showed before.
     pub fn bind(
         &mut self,
         place: u64,
@@ -525,7 +525,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         length: u64,
         owner: u64,
         freed: &mut dyn FnMut(Freed),
-    ) -> Result<(), Full> {
+    ) -> Result<(), MapFull> {
         self.unbind(place, freed);
         let after = if owner == 0 {
             0
@@ -577,7 +577,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         now
     }
 
-    /// `place` shows nothing any more. Returns the bytes of addresses that it covered, 0 if it was not noted.
+    /// Ends what `place` shows. Returns the bytes of addresses that it covered, 0 if it was not noted.
     pub fn unbind(&mut self, place: u64, freed: &mut dyn FnMut(Freed)) -> u64 {
         let Some(binding) = self.bindings.remove(place) else {
             return 0;
@@ -594,7 +594,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         binding.length
     }
 
-    /// The same of a place that was bound before `mark`, or after `since`.
+    /// The same for a place that was bound before `mark`, or after `since`.
     pub fn unbind_older(
         &mut self,
         place: u64,
@@ -609,8 +609,8 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         }
     }
 
-    /// The addresses from `start` show nothing any more that they showed at `mark`; places that are not noted
-    /// here are `step` bytes apart.
+    /// Ends what the addresses from `start` showed at `mark`. Places that are not noted here are skipped in steps of
+    /// `step` bytes.
     pub fn unbind_range(
         &mut self,
         start: u64,
@@ -631,16 +631,16 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         }
     }
 
-    /// The allocation that an address shows; `None` if that is not noted here.
+    /// The allocation that an address shows; `None` if it is not noted here.
     #[must_use]
     pub fn shown_at(&self, address: u64) -> Option<Id> {
         self.mapping_at(address).map(|(shown, _)| shown)
     }
 
-    /// The same, and the address after the last that the same place covers.
+    /// The same, with the end of the addresses that the place covers.
     #[must_use]
     pub fn mapping_at(&self, address: u64) -> Option<(Id, u64)> {
-        // Mostly the address of a mapping.
+        // Most addresses are those of a mapping.
         let first = self.bindings.get(address).map(|found| (address, found));
         let (start, found) = first.or_else(|| {
             self.bindings
@@ -650,7 +650,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         Some((Id::of(found.of)?, start.saturating_add(found.length)))
     }
 
-    /// All places that went with `owner` at `mark` are gone.
+    /// Ends all places that belonged to `owner` at `mark`.
     pub fn end_owner(&mut self, owner: u64, mark: Mark, freed: &mut dyn FnMut(Freed)) {
         let mut next = self.owners.get(owner).copied().unwrap_or(0);
         while let Some(&found) = self.bindings.get(next) {
@@ -661,7 +661,7 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         }
     }
 
-    /// All handles that ended with `context` and were there at `mark` are gone.
+    /// Ends all handles that end with `context` and existed at `mark`.
     pub fn end_context(&mut self, context: u64, mark: Mark, freed: &mut dyn FnMut(Freed)) {
         if self.in_contexts == 0 || context == 0 {
             return;

@@ -1,5 +1,5 @@
-//! The atomics: the standard ones in the product; in tests, ones that can kill the thread at a
-//! chosen access, to test a crash at every step; under loom, loom's.
+//! The atomics: the standard ones in the product; in tests, ones that can kill the thread at a chosen
+//! access, to test a crash at every step; under loom, those of loom.
 
 pub(crate) use core::sync::atomic::Ordering;
 

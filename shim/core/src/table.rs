@@ -1,17 +1,17 @@
-//! Which device pointer of this process was charged how much.
+//! The charge of each device pointer of this process.
 //!
-//! A fixed array of buckets, each pointer in one of two: looked up, entered and taken out in
-//! constant time, without a lock and without waiting. So it may be used by any thread, in a signal
-//! handler, and in the child of a fork, whose table is empty (the shim's memory for it is wiped).
+//! A fixed array of buckets; a pointer is in one of two. An entry is looked up, put in and taken out in
+//! constant time, without a lock and without waiting. So any thread may use the table, also in a signal
+//! handler and in the child of a fork, whose table is empty (the kernel wipes its memory).
 //!
 //! An entry is *taken out before* the driver frees and *put in after* the driver allocated. The
-//! driver hands an address out again only after it was freed, so whoever enters a pointer finds no
-//! entry of its former life, and two threads that free and allocate the same address each act on
-//! their own charge. A free that the driver refuses puts the entry back.
+//! driver reuses an address only after it was freed, so a new pointer never meets an entry of an earlier
+//! allocation, and two threads that free and allocate the same address each act on their own charge. If the
+//! driver refuses to free, the entry is put back.
 //!
 //! A small first tier keeps the memory of ordinary processes small; the second is touched only when
-//! both buckets of the first are full. Nobody looks where nothing ever was: in most processes that is
-//! everywhere but in a pointer's first bucket.
+//! both buckets of the first are full. Buckets that were never used are not searched: most processes use only
+//! a pointer's first bucket.
 
 use crate::sync::{AtomicU64, Ordering};
 use crate::ways::{WAYS, first};
@@ -23,35 +23,35 @@ pub struct Entry {
     pub bytes: u64,
     /// Which of the process's devices was charged.
     pub device: u8,
-    /// The context that the memory goes with: its handle, and above it ([`stamped`]) how many contexts had ended.
+    /// The context with which the memory is freed: its handle, and above it ([`stamped`]) how many contexts had ended.
     pub context: u64,
 }
 
-/// Below it lies a context's handle, an address of user space.
+/// The bits below hold a context's handle, which is an address of user space.
 const STAMP_SHIFT: u32 = 48;
 
-/// A context's handle with the number of contexts that had ended when something was allocated in it.
+/// A context's handle, with the number of contexts that had ended when something was allocated in it.
 ///
-/// A driver hands the handle of a context that has ended out again. What was allocated in the former one is told from
-/// what is in the new one by this number.
+/// A driver reuses the handle of a context that has ended. The number distinguishes allocations of the earlier context
+/// from those of the new one.
 #[must_use]
 pub const fn stamped(context: u64, ended: u64) -> u64 {
     context | ended << STAMP_SHIFT
 }
 
-/// The context's handle of a stamped one.
+/// The context's handle in a stamped one.
 #[must_use]
 pub const fn unstamped(context: u64) -> u64 {
     context & ((1 << STAMP_SHIFT) - 1)
 }
 
-/// Numbers of ended contexts that a stamp tells apart, in either direction.
+/// How many ended contexts a stamp can distinguish, in either direction.
 const STAMPS: u64 = 1 << (u64::BITS - STAMP_SHIFT - 1);
 
 /// After so many ended contexts [`Table::keep_stamps`] is due.
 pub const STAMPS_KEPT: u64 = STAMPS / 4;
 
-/// How many contexts ended between two stamps; more than [`STAMPS`] where the first is the younger.
+/// How many contexts ended between two stamps; more than [`STAMPS`] if the first is the younger one.
 const fn age(stamp: u64, ended: u64) -> u64 {
     ended.wrapping_sub(stamp) & (2 * STAMPS - 1)
 }
@@ -60,7 +60,7 @@ const fn age(stamp: u64, ended: u64) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TableFull;
 
-/// Buckets that a pointer may be in.
+/// The number of buckets in which a pointer may be.
 const BUCKETS: usize = 4;
 const BYTES_BITS: u32 = 48;
 
@@ -70,9 +70,9 @@ pub const MAX_BYTES: u64 = (1 << BYTES_BITS) - 1;
 #[repr(C)]
 #[derive(Debug)]
 struct Bucket {
-    /// 0: free. Set last when entering, and first when leaving, by whoever owns the pointer.
+    /// 0: free. Set first when an entry is put in, and cleared last when it is taken out.
     keys: [AtomicU64; WAYS],
-    /// Bytes + 1 in the low 48 bits, device above; 0: nothing there (yet, or any more).
+    /// Bytes + 1 in the low 48 bits, device above; 0: no entry yet, or no longer. Set last and cleared first.
     values: [AtomicU64; WAYS],
     contexts: [AtomicU64; WAYS],
 }
@@ -81,16 +81,16 @@ struct Bucket {
 #[repr(C)]
 #[derive(Debug)]
 pub struct Table<const SMALL: usize = 8192, const LARGE: usize = 131_072> {
-    /// Of a pointer's four buckets, in the order in which they are tried, how many beyond the first
-    /// were ever used for any. Raised before an entry is made there.
+    /// How many of a pointer's four buckets, beyond the first in the order of search, were ever used for any
+    /// pointer. Raised before an entry is made there.
     beyond: AtomicU64,
     small: [Bucket; SMALL],
     large: [Bucket; LARGE],
 }
 
 impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
-    /// Enters a pointer (not 0). Returns the entry of a former life that nobody took out, which
-    /// happens only where a program frees a pointer twice at once.
+    /// Enters a pointer (not 0). Returns an earlier entry of the pointer that was not taken out, which
+    /// happens only if a program frees a pointer twice at the same time.
     pub fn put(&self, pointer: u64, entry: Entry) -> Result<Option<Entry>, TableFull> {
         let value =
             (entry.bytes.min(MAX_BYTES) + 1).min(MAX_BYTES) | u64::from(entry.device) << BYTES_BITS;
@@ -139,7 +139,7 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         }
     }
 
-    /// Takes an entry out that was not in the first place where it can be.
+    /// Takes out an entry that was not in its first place.
     #[cold]
     #[inline(never)]
     fn take_beyond(&self, pointer: u64) -> Option<Entry> {
@@ -158,7 +158,7 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         })
     }
 
-    /// What `read` makes of the first place that has a pointer.
+    /// The result of `read` for the first place that has the pointer.
     #[inline]
     fn find(&self, pointer: u64, read: impl Fn(&Bucket, usize) -> Option<Entry>) -> Option<Entry> {
         let hash = hash(pointer);
@@ -175,8 +175,8 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         None
     }
 
-    /// Takes all entries of a context out that were made before `ended` contexts had ended and one more began to, one
-    /// by one, and hands each to `each` with its pointer: the driver freed them with the context.
+    /// Takes out all entries of a context with a stamp of at most `ended`, and calls `each` with every pointer and its
+    /// entry: the driver freed them with the context.
     pub fn take_context(&self, context: u64, ended: u64, each: &mut dyn FnMut(u64, Entry)) {
         let large = if self.depth() > 2 {
             &self.large[..]
@@ -199,10 +199,10 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
         }
     }
 
-    /// Makes old stamps younger: to be done each time that [`STAMPS_KEPT`] contexts more have ended.
+    /// Makes old stamps younger. Must be called each time that [`STAMPS_KEPT`] more contexts have ended.
     #[cold]
     pub fn keep_stamps(&self, ended: u64) {
-        // No context's handle.
+        // This is no context's handle.
         self.take_context(1 << (STAMP_SHIFT - 1), ended, &mut |_, _| ());
     }
 
@@ -236,7 +236,7 @@ fn hash(pointer: u64) -> u64 {
 }
 
 impl Bucket {
-    /// The first way that has a key; 0 is that of free ways.
+    /// The first way that has a key; free ways have the key 0.
     #[inline]
     fn way_of(&self, key: u64) -> Option<usize> {
         first(&self.keys, |found| found == key)
@@ -257,12 +257,12 @@ impl Bucket {
         false
     }
 
-    /// Makes an old stamp a younger one, so that it is never taken for one that is yet to come.
+    /// Makes an old stamp younger, so that it is never taken for a future one.
     fn keep_stamp(&self, way: usize, found: u64, ended: u64) {
         let old = age(found >> STAMP_SHIFT, ended);
         if (STAMPS / 2..STAMPS).contains(&old) && unstamped(found) > u64::from(u16::MAX) {
             let younger = stamped(unstamped(found), ended.wrapping_sub(STAMPS / 4));
-            // Another entry took its place, with a stamp of its own.
+            // If it fails, another entry with its own stamp took the place.
             let _ = self.contexts[way].compare_exchange(
                 found,
                 younger,
@@ -272,7 +272,7 @@ impl Bucket {
         }
     }
 
-    /// Takes an entry out if it still is the one that was looked for: until its value is swapped
+    /// Takes an entry out if it is still the one that was found: until its value is swapped
     /// out, another thread may take it and reuse its place.
     fn take(&self, way: usize, is_it: impl Fn(u64, u64) -> bool) -> Option<(u64, Entry)> {
         let value = self.values[way].swap(0, Ordering::AcqRel);
@@ -393,9 +393,9 @@ mod tests {
         }
     }
 
-    /// The driver hands a context's handle out again before what was in the former one is taken out.
+    /// The driver reuses a context's handle before the former context's entries are taken out.
     #[test]
-    fn what_a_later_context_has_stays_its_own() {
+    fn an_ended_context_takes_no_entry_of_a_later_one() {
         const CONTEXT: u64 = 0x7f00_1234_5000;
         let table = Small::fresh();
         let mut ended = 0u64;

@@ -1,12 +1,12 @@
-//! Calls of one kind that are under way, in one word: whether one of them was alone from its beginning to its end,
-//! and which one is the last.
+//! Calls of one kind that are in progress, in one word. It tells whether a call was alone from its beginning to its end,
+//! and which call is the last.
 //!
-//! The driver is called without a lock, so the order in which it carries out two calls at once is unknown. Who was
-//! alone knows what the driver's state is now; who was not assumes the worse.
+//! The driver is called without a lock, so the order in which it executes two concurrent calls is unknown. A caller that
+//! was alone knows the driver's state after its call; any other caller assumes the worst case.
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// The calls. All zeros is none.
+/// The calls. All zeros means no calls.
 #[repr(transparent)]
 #[derive(Debug)]
 pub struct Underway(AtomicU64);
@@ -14,14 +14,14 @@ pub struct Underway(AtomicU64);
 /// A call that began.
 #[derive(Debug)]
 #[must_use = "end it"]
-pub struct Begun {
+pub struct BegunCall {
     at: u64,
     was_alone: bool,
 }
 
-/// The calls at an instant.
+/// The calls that were observed at an instant.
 #[derive(Clone, Copy, Debug)]
-pub struct Seen(u64);
+pub struct Observation(u64);
 
 /// Calls are counted in the lower half of the word; beginnings and ends in the upper.
 const EVENT: u64 = 1 << 32;
@@ -33,38 +33,38 @@ impl Underway {
         Self(AtomicU64::new(0))
     }
 
-    /// A call begins.
-    pub fn begin(&self) -> Begun {
+    /// Begins a call.
+    pub fn begin(&self) -> BegunCall {
         let before = self.0.fetch_add(EVENT + 1, Ordering::AcqRel);
-        Begun {
+        BegunCall {
             at: before.wrapping_add(EVENT + 1),
             was_alone: before & COUNT == 0,
         }
     }
 
-    /// It ends; whether no other was under way at any time between.
-    pub fn end(&self, begun: &Begun) -> bool {
+    /// Ends a call; returns whether no other one was in progress at any time since it began.
+    pub fn end(&self, begun: &BegunCall) -> bool {
         let before = self.0.fetch_add(EVENT - 1, Ordering::AcqRel);
         begun.was_alone && before == begun.at
     }
 
-    /// Ends a call, whatever the others do.
+    /// Ends a call, whether or not it was alone.
     pub fn leave(&self) {
         self.0.fetch_add(EVENT - 1, Ordering::AcqRel);
     }
 
-    /// Whether any is under way.
+    /// Whether a call is in progress.
     pub fn any(&self) -> bool {
         self.0.load(Ordering::Acquire) & COUNT != 0
     }
 
     /// Notes the calls, before the driver is asked for its state.
-    pub fn observe(&self) -> Seen {
-        Seen(self.0.load(Ordering::Acquire))
+    pub fn observe(&self) -> Observation {
+        Observation(self.0.load(Ordering::Acquire))
     }
 
-    /// Ends a call where no other began or ended since then.
-    pub fn end_if_unchanged(&self, seen: Seen) -> bool {
+    /// Ends a call if no other one began or ended since then.
+    pub fn end_if_unchanged(&self, seen: Observation) -> bool {
         self.0
             .compare_exchange(
                 seen.0,
@@ -76,7 +76,7 @@ impl Underway {
     }
 }
 
-impl Seen {
+impl Observation {
     /// Whether there was one call.
     #[must_use]
     pub const fn is_last(self) -> bool {
@@ -89,7 +89,7 @@ mod tests {
     use super::Underway;
 
     #[test]
-    fn who_is_alone_knows_it() {
+    fn a_call_that_was_alone_knows_it() {
         let calls = Underway::none();
         let one = calls.begin();
         assert!(calls.any());
@@ -163,7 +163,7 @@ mod model {
     }
 
     /// A primary context is released by one thread and retained by another. The last of the calls asks the driver,
-    /// and gives the charge back where the context is gone; a retain without a charge makes one first.
+    /// and gives the charge back if the context is gone; a retain without a charge makes one first.
     #[test]
     fn a_context_that_exists_is_charged() {
         loom::model(|| {

@@ -7,7 +7,7 @@ pub(crate) const WAYS: usize = 8;
 
 /// The first word for which something holds.
 ///
-/// One after the other in the code: it is the longest part of an allocation and a free, and a loop takes twice as many
+/// It is written without a loop: it is the longest part of an allocation and a free, and a loop takes twice as many
 /// instructions.
 #[allow(clippy::inline_always, reason = "or it is a loop again")]
 #[inline(always)]

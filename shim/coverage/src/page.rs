@@ -23,16 +23,16 @@ struct Words {
 
 const CUDA: Words = Words {
     library: "libcuda.so.1",
-    since: "is the CUDA version from which `cuGetProcAddress` hands it out; for what is newer than the drivers that were asked, as the headers' typedefs say; for what nobody asks for, the oldest of the headers that declares it",
+    since: "is the CUDA version from which `cuGetProcAddress` returns it; for functions newer than the drivers that were asked, the version in the headers' typedefs; for other functions, the oldest header that declares it",
     beside: "Of the driver's other libraries a capped container has those of the capabilities `compute` and `utility`\n\
-             (`NVIDIA_DRIVER_CAPABILITIES`), without OpenCL. What takes GPU memory past this library is mounted only where the\n\
-             SharingPolicy names it in `capped.driverCapabilities`, and its memory is not counted: `opencl`, `video` (encoding and\n\
-             decoding), `graphics` or `display` (OptiX, OpenGL, Vulkan), `ngx`.",
+             (`NVIDIA_DRIVER_CAPABILITIES`), without OpenCL. Libraries that take GPU memory without this library are mounted only\n\
+             if the SharingPolicy names them in `capped.driverCapabilities`, and their memory is not counted: `opencl`, `video`\n\
+             (encoding and decoding), `graphics` or `display` (OptiX, OpenGL, Vulkan), `ngx`.",
 };
 const NVML: Words = Words {
     library: "libnvidia-ml.so.1",
     since: "is the CUDA version of the oldest header that declares it: 11.8 or before, 12.0, 12.9, 13.0 or 13.5",
-    beside: "In a capped container it stands before the driver's own `libnvidia-ml.so.1`, as ours of CUDA does.",
+    beside: "In a capped container it replaces the driver's own `libnvidia-ml.so.1`, as the shim's `libcuda.so.1` does.",
 };
 
 /// Both pages.
@@ -56,9 +56,9 @@ fn page(coverage: &Coverage<'_>, words: &Words) -> String {
     let _ = write!(
         text,
         "# {library}: what is done with each function\n\n\
-         Every function that a driver exports or a header declares, from CUDA 11.8 on: {all} of them. What a driver\n\
-         exports and no row is for does not pass CI (`shim/symbols check`), and on a node makes the driver an\n\
-         untested one (`untestedDriver`, [attributes](attributes.md)).\n\n\
+         Every function that a driver exports or a header declares, from CUDA 11.8 on: {all} functions. If a driver\n\
+         exports a function without a row, CI fails (`shim/symbols check`), and a node reports the driver as\n\
+         untested (`untestedDriver`, [attributes](attributes.md)).\n\n\
          {beside}\n\n\
          ## What is done\n\n| class | subject | functions | what is done |\n|---|---|---|---|\n",
         library = words.library,

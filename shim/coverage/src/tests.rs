@@ -37,7 +37,7 @@ fn the_reference_pages_are_up_to_date() {
 }
 
 #[test]
-fn what_nobody_classified_is_refused() {
+fn an_unclassified_function_is_refused() {
     let subjects = "passes asks Tells.\n";
     let error = |symbols: &str, subjects: &str| Coverage::parse(symbols, subjects).unwrap_err();
     assert!(Coverage::parse("cuA passes 2.0 asks\n", subjects).is_ok());

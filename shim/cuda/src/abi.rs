@@ -1,4 +1,4 @@
-//! The driver's types, as far as they are looked at. Layouts and values are cuda.h's.
+//! The driver's types, as far as the shim reads them. Layouts and values are those of cuda.h.
 
 use core::ffi::c_void;
 
@@ -29,11 +29,11 @@ pub type CUdevice = i32;
 pub type CUdeviceptr = u64;
 /// Before CUDA 3.2 device pointers and sizes had 32 bits; those functions still exist.
 pub type CUdeviceptr_v1 = u32;
-/// Opaque handles; 0 is none.
+/// Opaque handles; 0 means none.
 pub type CUcontext = usize;
 pub type CUstream = usize;
 pub type CUevent = usize;
-/// A `CUfunction`, a `CUkernel`, or a `CUgraphExec`: what can be launched.
+/// A handle that can be launched: a `CUfunction`, a `CUkernel`, or a `CUgraphExec`.
 pub type CUfunction = usize;
 pub type CUmemoryPool = usize;
 pub type CUarray = usize;
@@ -63,7 +63,7 @@ impl CUmemLocation {
     const HOST_NUMA_CURRENT: i32 = 4;
     const LOCALITY_DOMAIN: i32 = 6;
 
-    /// Whether it is memory of the host.
+    /// Whether it is host memory.
     pub fn is_host(self) -> bool {
         (Self::HOST..=Self::HOST_NUMA_CURRENT).contains(&self.kind)
     }
@@ -123,7 +123,7 @@ pub struct CUlaunchParams {
     pub parameters: usize,
 }
 
-/// A memory node of a graph, as it is asked for.
+/// The parameters of a graph's memory node.
 #[repr(C)]
 pub struct CUDA_MEM_ALLOC_NODE_PARAMS {
     pub pool: CUmemPoolProps,
@@ -144,18 +144,18 @@ pub struct CUDA_KERNEL_NODE_PARAMS {
     pub shared: u32,
     pub parameters: usize,
     pub extra: usize,
-    /// Instead of the function, where that is 0.
+    /// Used if the function is 0.
     pub kernel: CUfunction,
     /// Where the kernel runs; 0 for the context that is current.
     pub context: CUcontext,
 }
 
-/// A node of a graph, as it is asked for: a kind, and what depends on it.
+/// The parameters of any node of a graph: a kind, and fields that depend on it.
 #[repr(C)]
 pub struct CUgraphNodeParams {
     pub kind: i32,
     pub reserved: [i32; 3],
-    /// The first words of what depends on the kind.
+    /// The first words of the fields that depend on the kind.
     pub body: [u64; 16],
 }
 
@@ -171,7 +171,7 @@ const _: () = {
     assert!(core::mem::offset_of!(CUDA_KERNEL_NODE_PARAMS, kernel) == 56);
 };
 
-/// The shape of an array, in numbers of today's width or of before CUDA 3.2.
+/// The shape of an array, in numbers of today's width or of the one used before CUDA 3.2.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct ArrayShape2<S> {
@@ -204,13 +204,13 @@ pub struct CUDA_ARRAY_MEMORY_REQUIREMENTS {
     pub reserved: [u32; 4],
 }
 
-/// One act of `cuMemMapArrayAsync`.
+/// One operation of `cuMemMapArrayAsync`.
 #[repr(C)]
 pub struct CUarrayMapInfo {
     pub resource_type: u32,
     pub resource: usize,
     pub subresource_type: u32,
-    /// Which tiles: level, layer, offset and extent, or layer, offset and size.
+    /// The tiles: level, layer, offset and extent, or layer, offset and size.
     pub subresource: [u64; 4],
     pub operation: u32,
     pub handle_type: u32,

@@ -1,7 +1,7 @@
-//! Arrays and mipmaps: memory in a layout of the driver's own.
+//! Arrays and mipmaps: memory in the driver's own layout.
 //!
-//! The driver says how much memory an array needs only of one without memory (deferred mapping). So an array of the
-//! same shape is made and destroyed first. Where the driver cannot do that (before 11.6, or for this shape), a formula
+//! The driver returns how much memory an array needs only for one without memory (deferred mapping). So an array of the
+//! same shape is created and destroyed first. If the driver cannot do that (before 11.6, or for this shape), a formula
 //! that assumes the largest tiles of any hardware gives the charge. Arrays are charged in whole blocks, because it is
 //! unknown in which block a small one lies.
 
@@ -13,11 +13,11 @@ use crate::abi::{
     CUDA_ARRAY3D_SPARSE, CUarray, CUdevice, CUresult,
 };
 use crate::charge::{charge, note};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{self, Kind, key};
 use crate::memory::Width;
 use crate::process::{self, Process};
-use crate::share::Device;
 use crate::vmm;
 
 /// The kind of array.
@@ -108,7 +108,7 @@ fn make_empty(array: *mut CUarray, shape: Shape, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// An entry of the table ended with its context: what was mapped to its array before `mark` is mapped no more.
+/// Ends the mappings to an array that were made before `mark`, because its entry of the table ended with its context.
 pub fn forget(process: &Process, number: u64, mark: Mark) {
     if keys::is_of(number, Kind::Array) {
         process.note_physical(|physical, freed| physical.end_owner(number, mark, freed));
@@ -145,12 +145,12 @@ impl Shape {
         self.base().flags & CUDA_ARRAY3D_SPARSE != 0
     }
 
-    /// Whether it has memory of its own, and not what is mapped to it later.
+    /// Whether it has its own memory. Otherwise memory is mapped to it later.
     fn has_memory(&self) -> bool {
         self.base().flags & (CUDA_ARRAY3D_SPARSE | CUDA_ARRAY3D_DEFERRED_MAPPING) == 0
     }
 
-    /// How much memory the driver says that it would take.
+    /// How much memory it would take, as the driver says.
     fn bytes_said(&self, device: &Device) -> Option<u64> {
         let shape = ArrayShape3 {
             flags: self.base().flags | CUDA_ARRAY3D_DEFERRED_MAPPING,
@@ -158,8 +158,8 @@ impl Shape {
         };
         let mut twin = 0;
         let mut needs = CUDA_ARRAY_MEMORY_REQUIREMENTS::default();
-        // SAFETY: reads the local shape, writes the local handle and needs; the twin is destroyed, as
-        // nobody has seen it.
+        // SAFETY: reads the local shape, writes the local handle and needs; the twin is destroyed, and
+        // nothing else uses it.
         let result = unsafe {
             match self {
                 Self::Array(_) => {
@@ -200,7 +200,7 @@ impl Shape {
         (result.is_ok() && needs.size > 0).then_some(needs.size as u64)
     }
 
-    /// An upper bound of what it takes, on any hardware.
+    /// An upper bound of its size on any hardware.
     fn bytes_at_most(&self) -> Option<u64> {
         let levels = match *self {
             Self::Array(_) => 1,

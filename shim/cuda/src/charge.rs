@@ -6,13 +6,13 @@ use tranche_shim_core::Entry;
 use tranche_shim_core::physical::{Id, Imported};
 
 use crate::abi::{CUcontext, CUresult};
+use crate::device::{Device, Residence};
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::exports;
 use crate::keys::{self, Kind};
 use crate::process::{self, Process};
-use crate::reserves::State;
 use crate::settle;
-use crate::share::{Device, Residence};
 
 impl Process {
     /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
@@ -36,7 +36,7 @@ impl Process {
         self.reserve_slowly(device, residence, least, most)
     }
 
-    /// From several shares, or from one that is full.
+    /// Reserves from several shares, or from one that is full.
     #[inline(never)]
     fn reserve_slowly(
         &self,
@@ -54,8 +54,8 @@ impl Process {
         granted.ok_or_else(|| self.refuse(device))
     }
 
-    /// Reserves what is left of the caps, what dead processes left included, what was freed in a stream's order, and what
-    /// descriptors kept that are closed.
+    /// Reserves what is left of the caps. If that is not enough, first reclaims what dead processes left, waits for
+    /// stream-ordered frees, and gives back what closed descriptors kept.
     pub fn reserve_what_is_free(
         &self,
         device: &Device,
@@ -64,14 +64,14 @@ impl Process {
         most: u64,
     ) -> Option<u64> {
         let reserve = || self.reserve_in_parts(device, residence, least, most);
-        // This process may have found something, or another that searched at the same time.
+        // Each step may have made room, or another process that did the same meanwhile.
         reserve()
             .or_else(|| self.reclaim(device).then(reserve)?)
             .or_else(|| settle::wait_for_frees(self).then(reserve)?)
             .or_else(|| exports::settle_all(self).then(reserve)?)
     }
 
-    /// The same after this process's pools gave back what they keep and do not use.
+    /// The same after this process's pools were trimmed.
     pub fn reserve_by_trimming(
         &self,
         device: &Device,
@@ -84,7 +84,7 @@ impl Process {
         settle::trim(self, device, missing).then(reserve)?
     }
 
-    /// Notes a refusal by the cap.
+    /// Notes that the cap refused an allocation.
     pub fn refuse(&self, device: &Device) -> CUresult {
         if let Some(share) = self.shares(device).next() {
             share.note_refusal();
@@ -93,7 +93,7 @@ impl Process {
     }
 }
 
-/// Bytes of a device that are charged to this process but not in use yet; returned when dropped.
+/// Bytes of a device that are charged to this process but not in use yet. Dropping it gives them back.
 pub struct Reserved {
     pub process: &'static Process,
     pub device: &'static Device,
@@ -112,7 +112,7 @@ impl Reserved {
         Self::of(process, device, Residence::Gpu, (least, most))
     }
 
-    /// The same of memory that may lie elsewhere, at least and at most.
+    /// The same for memory of a given residence; the pair is the least and the most.
     #[inline(never)]
     pub fn of(
         process: &'static Process,
@@ -136,7 +136,7 @@ impl Reserved {
         self.bytes -= surplus;
     }
 
-    /// Reserves more, to `bytes` in all, and better to whole blocks.
+    /// Reserves more, up to `bytes` in all, and up to whole blocks if there is room.
     pub fn grow(&mut self, bytes: u64) -> Result<(), CUresult> {
         let (least, most) = (
             bytes.saturating_sub(self.bytes),
@@ -150,14 +150,14 @@ impl Reserved {
         Ok(())
     }
 
-    /// The charge is its caller's from now on.
+    /// Hands the charge to the caller, who must give it back.
     pub fn keep(self) -> u64 {
         let bytes = self.bytes;
         mem::forget(self);
         bytes
     }
 
-    /// Notes what was allocated under a number of the table, which goes with a context or none (0).
+    /// Notes an allocation in the table, under `key`. It ends with `context`, or with none if that is 0.
     pub fn note(self, key: u64, context: u64) {
         let (process, device) = (self.process, self.device.number);
         let entry = Entry {
@@ -175,18 +175,18 @@ impl Reserved {
         let noted = process.note_physical(|physical, freed| {
             physical.import((handle, context as u64), bytes, device, freed)
         });
-        // Without room to note it, it stays charged to the end of the process.
+        // If there is no room to note it, it stays charged until the process ends.
         if noted != Ok(Imported::Again) {
             self.keep();
         }
     }
 
-    /// Notes a pointer to memory on the GPU: with a charge of its own, or with its block's.
+    /// Notes a pointer to memory on the GPU, with its own charge or with its block's.
     pub fn commit(self, pointer: u64, small: bool) {
         self.commit_as(pointer, small, 0);
     }
 
-    /// Notes a pointer to memory that may move, and whether what is managed memory was asked for as device memory.
+    /// Notes a pointer to memory that may move. `is_converted`: the program asked for device memory and got managed memory.
     #[cold]
     #[inline(never)]
     pub fn commit_movable(self, pointer: u64, small: bool, is_converted: bool) {
@@ -194,7 +194,7 @@ impl Reserved {
         self.commit_as(pointer, small, MOVABLE | converted);
     }
 
-    /// `kind` is in the entry's bytes.
+    /// `kind` is the flag bits of the entry's bytes.
     #[inline]
     fn commit_as(self, pointer: u64, small: bool, kind: u64) {
         let (process, device) = (self.process, self.device);
@@ -210,7 +210,7 @@ impl Reserved {
                 if first {
                     self.keep();
                 }
-                // Else the block is charged already, and the reservation goes.
+                // Otherwise the block is charged already, and the reservation is given back.
                 IN_ITS_BLOCK
             }
         };
@@ -230,12 +230,12 @@ impl Drop for Reserved {
     }
 }
 
-/// The bytes of a pointer whose block is charged.
+/// The entry's bytes for a pointer whose block is charged.
 pub const IN_ITS_BLOCK: u64 = 0;
 
-/// In a pointer's bytes: it is charged as memory that the driver may move to the host.
+/// Flag in the entry's bytes: the pointer is charged as memory that the driver may move to the host.
 const MOVABLE: u64 = 1 << 47;
-/// In a pointer's bytes: it is managed memory, and was asked for as device memory.
+/// Flag in the entry's bytes: it is managed memory, but the program asked for device memory.
 const CONVERTED: u64 = 1 << 46;
 
 /// Whether a pointer is charged as memory that the driver may move to the host.
@@ -243,23 +243,23 @@ pub fn is_movable(entry: Entry) -> bool {
     entry.device != AS_PHYSICAL && entry.bytes & MOVABLE != 0
 }
 
-/// Whether a pointer is managed memory, and was asked for as device memory.
+/// Whether a pointer is managed memory for which the program asked as device memory.
 pub fn is_converted(entry: Entry) -> bool {
     entry.device != AS_PHYSICAL && entry.bytes & CONVERTED != 0
 }
 
-/// Notes a charge. A table full of a million: it stays to the end of the process.
+/// Notes a charge. If the table is full (a million entries), the charge stays until the process ends.
 #[inline]
 pub fn note(process: &'static Process, key: u64, entry: Entry) {
     if let Ok(Some(former)) = process.pointers.put(key, entry) {
-        // Freed behind our back: the driver would not have given the number out again.
+        // It was freed unnoticed: otherwise the driver would not have reused the number.
         return_charge(process, key, former);
     }
 }
 
-/// Gives back what a number of the table was charged.
+/// Gives back the charge of an entry of the table.
 pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
-    // Pointers have no kind.
+    // Keys of pointers have no kind.
     if key >> 56 != 0
         && let Some(state) = state_of(key)
     {
@@ -270,8 +270,8 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
         end_as_physical(process, entry);
         return;
     };
-    if let Some(reserve) = settle::reserve_of(entry) {
-        settle::freed(process, reserve, entry.bytes);
+    if let Some(place) = settle::driver_pool_of(entry) {
+        settle::freed(process, place, entry.bytes);
         return;
     }
     let (mut bytes, residence) = if entry.bytes < CONVERTED {
@@ -288,8 +288,8 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
     process.release_as(device, residence, bytes);
 }
 
-/// The device, which no device has as its number, of a pointer whose charge is noted as physical memory: the entry's bytes
-/// are the number of that. The pointer is one of its uses.
+/// The device number of a pointer whose charge is noted as physical memory; no device has this number. The entry's bytes
+/// are the allocation's [`Id`]. The pointer is one of its uses.
 pub const AS_PHYSICAL: u8 = u8::MAX - 1;
 
 #[cold]
@@ -308,10 +308,10 @@ pub fn let_go(process: &Process, held: Id) {
     process.note_physical(|physical, freed| physical.let_go(held, freed));
 }
 
-/// The device of a library's entry: the driver loads it into every context, those to come included.
+/// The device number of a library's entry: the driver loads the library into every context, also into later ones.
 pub const EVERY_DEVICE: u8 = u8::MAX;
 
-/// The reserve that a module's or library's entry is of.
+/// Which memory of a module or library a key stands for.
 #[cold]
 #[inline(never)]
 fn state_of(key: u64) -> Option<State> {
@@ -324,7 +324,7 @@ fn state_of(key: u64) -> Option<State> {
     }
 }
 
-/// Gives back what a module or a library was charged for its variables, or its code.
+/// Gives back the charge of the variables or the code of a module or library.
 fn return_module_charge(process: &Process, state: State, entry: Entry) {
     let is_charged = |device: &&Device| {
         device.is_capped() && (entry.device == EVERY_DEVICE || entry.device == device.number)
@@ -334,10 +334,10 @@ fn return_module_charge(process: &Process, state: State, entry: Entry) {
     }
 }
 
-/// Makes a call that takes memory on a GPU: reserves, asks the driver, keeps the charge or gives it back.
+/// Makes a call that takes memory on a GPU: reserves, calls the driver, then keeps the charge or gives it back.
 ///
-/// `device` is where the memory lies, if that has a cap; `bytes` is how much it takes, at least and at
-/// most; `keep` notes what the driver has made, or says why the program cannot have it.
+/// `device` returns the device of the memory, or `None` if that has no cap; `bytes` returns the least and the most that
+/// the call takes; `keep` notes the new memory, or returns an error if the program cannot have it.
 #[inline]
 pub fn charge(
     device: impl FnOnce(&'static Process) -> Result<Option<&'static Device>, CUresult>,
@@ -351,7 +351,7 @@ pub fn charge(
     }
 }
 
-/// The same, of a process that has joined.
+/// The same for a process that has joined.
 #[inline]
 pub fn charge_in(
     process: &'static Process,

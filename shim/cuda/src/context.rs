@@ -1,11 +1,11 @@
-//! Contexts: each takes memory of its own, which the node measured once per model of GPU and wrote into the cap page.
-//! The share has room for one beside its memory, so that a lone process has all of that; every further one is charged
-//! like any memory.
+//! Contexts. Each takes memory, which the node measured once per model of GPU and wrote into the cap page. The share has
+//! room for one context beside its memory, so that a single process can use all of its memory; every further one is
+//! charged.
 //!
-//! A driver reuses the handle of a context that has ended. So what is noted under a handle is taken out before
-//! the driver ends the context, and put back where it did not; and what is allocated in one is stamped with the number
-//! of those that have ended ([`tranche_shim_core::table::stamped`]). A primary context is retained and released by many:
-//! the last of the calls under way asks the driver whether it is still there.
+//! A driver reuses the handle of a context that has ended. So entries under a handle are taken out before the driver ends
+//! the context, and put back if it refuses; and allocations are stamped with the number of contexts that had ended
+//! ([`tranche_shim_core::table::stamped`]). Several users retain and release a primary context: the last of concurrent
+//! calls asks the driver whether it still exists.
 
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_core::table::{STAMPS_KEPT, unstamped};
@@ -15,12 +15,12 @@ use crate::abi::{CUcontext, CUdevice, CUresult};
 use crate::array;
 use crate::charge::{Reserved, note, return_charge};
 use crate::contexts::{Ending, Endings};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
 use crate::local;
 use crate::process::{self, Process};
 use crate::settle;
-use crate::share::Device;
 use crate::stream::current_context;
 
 /// A new context on a device.
@@ -41,7 +41,7 @@ pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUre
     result
 }
 
-/// What a context takes of a device; `None` where nothing is charged for it.
+/// How much a context takes of a device; `None` if nothing is charged for it.
 fn reserve(device: CUdevice) -> Result<Option<Reserved>, CUresult> {
     let process = process::current()?;
     match process.device(device) {
@@ -53,8 +53,8 @@ fn reserve(device: CUdevice) -> Result<Option<Reserved>, CUresult> {
     }
 }
 
-/// Whatever retains a device's primary context, which makes it if there is none; null where the driver
-/// does not tell its handle.
+/// A call that retains a device's primary context, and creates it if there is none. The handle is null if the driver does
+/// not return it.
 pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
@@ -101,8 +101,8 @@ pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_
 /// How often a call asks again whether a primary context exists, if other calls began or ended meanwhile.
 const ASKS: usize = 16;
 
-/// A call that concerns a device's primary context has ended. If it was the last one and the context is gone, the
-/// context's charges are returned. `context` is the handle, where it is known.
+/// Ends a call that may create or end a device's primary context. If it is the last such call and the context is gone,
+/// gives the context's charges back. `context` is the handle, if it is known.
 fn leave_primary(process: &'static Process, device: &Device, context: Option<CUcontext>) {
     let calls = process.contexts.primary(device);
     let primary = key(Kind::Primary, device_key(device.handle));
@@ -133,7 +133,7 @@ fn leave_primary(process: &'static Process, device: &Device, context: Option<CUc
     calls.leave();
 }
 
-/// Before a call at which contexts may end.
+/// Must be called before a call that may end contexts.
 fn begin_end(process: &Process) -> Ending {
     let ended = process.contexts.begin_end();
     if ended.is_multiple_of(STAMPS_KEPT) {
@@ -143,7 +143,7 @@ fn begin_end(process: &Process) -> Ending {
     Ending { ended, mark }
 }
 
-/// The end of a context: the driver frees its memory with it.
+/// The end of a context, with which the driver frees its memory.
 pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
@@ -184,7 +184,7 @@ pub fn end_green(green: usize, driver: Call<'_>) -> CUresult {
     end_with(result.is_ok().then_some(context), None, driver)
 }
 
-/// Makes a call at which the context `green` ends, and the primary context of one device, or of any, may.
+/// Makes a call that ends the context `green`, and may end the primary context of one device, or of any device.
 fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
@@ -202,7 +202,7 @@ fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) 
     let ending = begin_end(process);
     let mut contexts = [0; MAX_SHARES + 1];
     for (context, device) in contexts.iter_mut().zip(devices()) {
-        // Whether it is there is asked after the instant: a context that gets its handle is younger.
+        // Asked after the instant was taken, so that a context that reuses the handle is younger.
         let found = primary(process, device.handle);
         if found.is_some() {
             let note = |endings: &mut Endings| endings.note(device, ending);
@@ -235,8 +235,8 @@ const DEV_RUNTIME_SYNC_DEPTH: u32 = 3;
 /// Guide, "Memory Allocation and Lifetime" of the device runtime's first version).
 const SYNC_LEVEL: u64 = 860 << 20;
 
-/// `cuCtxSetLimit`: the driver takes more, or less, for stacks, heap or output of the current context's
-/// kernels. What was measured of a context has its defaults.
+/// `cuCtxSetLimit`: the driver takes more or less memory for the stacks, the heap or the output of the current
+/// context's kernels. The measured size of a context includes the defaults.
 pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
@@ -256,7 +256,7 @@ pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
     set_charged_limit(process, device, which, device.taken_by(bytes), driver)
 }
 
-/// Of two calls at once it is unknown which one the driver carried out last, so the higher limit counts.
+/// It is unknown which of two concurrent calls the driver executed last, so the higher limit counts.
 fn set_charged_limit(
     process: &'static Process,
     device: &'static Device,
@@ -299,7 +299,7 @@ fn set_charged_limit(
     result
 }
 
-/// Returns the charges of a context that ended: of its allocations, its imports, and what was mapped to its arrays.
+/// Gives back the charges of a context that ended: of its allocations, its imports, and the mappings to its arrays.
 fn forget(process: &'static Process, context: u64, ending: Ending) {
     process.fitting.forget();
     if context == 0 {
@@ -315,7 +315,7 @@ fn forget(process: &'static Process, context: u64, ending: Ending) {
     process.note_physical(|physical, freed| physical.end_context(context, mark, freed));
 }
 
-/// A device's handle may be 0, which is no key.
+/// A key for a device's handle, which may be 0.
 fn device_key(device: CUdevice) -> u64 {
     u64::from(device.unsigned_abs()) + 1
 }
@@ -333,8 +333,8 @@ fn has_primary(device: CUdevice) -> bool {
     result.is_ok() && active != 0
 }
 
-/// The primary context's handle, if there is one: as the program was given it, or by retaining it once more, which the
-/// driver may refuse after a fault.
+/// The primary context's handle, if there is one: from the program's call, or by retaining it once more, which the driver
+/// may refuse after a fault.
 fn primary(process: &Process, device: CUdevice) -> Option<CUcontext> {
     if !has_primary(device) {
         return None;

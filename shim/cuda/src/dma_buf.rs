@@ -1,14 +1,14 @@
 //! `dma-buf`s: descriptors by which network cards and disks reach a GPU's memory.
 //!
-//! The kernel driver duplicates the memory objects that a range lies in (`nv_dma_buf_dup_mem_handles` in NVIDIA's open kernel
-//! modules). They are freed when the last reference to the `dma-buf` is gone: its descriptors, in any process, and what
-//! devices' drivers have of it after they are closed. A process cannot find out for certain when that is (ADR 0027). So
-//! what a `dma-buf` was made of stays charged to the end of the process.
+//! The kernel driver duplicates the memory objects in which a range lies (`nv_dma_buf_dup_mem_handles` in NVIDIA's open
+//! kernel modules). They are freed when the last reference to the `dma-buf` is gone: its descriptors in any process, and
+//! the references of devices' drivers, which may outlive the descriptors. A process cannot reliably find out when that
+//! happens (ADR 0027). So the memory of a `dma-buf` stays charged until the process ends.
 //!
-//! It is held before the driver is asked, and let go where the driver refuses: mapped memory by one more use, which never
-//! ends. Memory that is known by its pointer is noted as physical memory first; the pointer is one of its uses. Where the
-//! pointer is charged less than the driver has for it, since it shares a block with others, all of that is reserved anew,
-//! and replaces the pointer's charge when the `dma-buf` is made.
+//! The memory is held before the driver is called, and released if the driver refuses. Mapped memory gets one more use,
+//! which never ends. Memory by pointer is first noted as physical memory; the pointer is one of its uses. If the pointer
+//! is charged less than the driver has for it, because it shares a block with others, the whole is reserved, and replaces
+//! the pointer's charge when the `dma-buf` is made.
 
 use tranche_shim_core::Entry;
 use tranche_shim_core::physical::{Id, Physical};
@@ -16,27 +16,26 @@ use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdeviceptr, CUresult};
 use crate::charge::{AS_PHYSICAL, IN_ITS_BLOCK, Reserved, is_movable, let_go, return_charge};
+use crate::device::Device;
 use crate::driver::Call;
+use crate::driver_pools::DriverPools;
 use crate::ipc::{device_of, is_on_host, range_of};
 use crate::keys::{Kind, key};
 use crate::process::{self, Process};
-use crate::reserves::Reserves;
-use crate::settle::reserve_of;
-use crate::share::Device;
+use crate::settle::driver_pool_of;
 
-/// What allocations are multiples of, in bytes: in so many steps memory is looked for at addresses that the driver does not
-/// know. A range is of whole pages, and may begin before the allocation and end after it.
+/// The step in bytes of the search for memory at addresses that the driver does not know; allocations are multiples of it.
+/// A range has whole pages, and may begin before the allocation and end after it.
 const STEP: u64 = 512;
-/// How many of such steps: a block of 2 MiB. Further apart no two allocations are of one memory object.
+/// The most steps of a search: a block of 2 MiB. Allocations of one memory object are not further apart.
 const STEPS: usize = 4096;
 
-/// Bytes that a piece has at least, but for the first: mappings have the smallest pages of any driver, and of a block
-/// one piece is enough.
+/// The least bytes of a piece, except for the first: the smallest page of a mapping. One piece is enough for a block.
 const LEAST: usize = 64 << 10;
-/// Pieces that are held at most: 128 GiB of the smallest ones.
+/// The most pieces that are held: 128 GiB of the smallest ones.
 const MOST: usize = 1 << 21;
 
-/// Memory that a range lies in, which is held. All zeros is none.
+/// Memory of a range, which is held. All zeros means none.
 #[derive(Clone, Copy)]
 pub struct Piece {
     pub held: Option<Id>,
@@ -82,7 +81,7 @@ pub fn make(start: CUdeviceptr, bytes: usize, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Holds all memory that a range lies in. What it holds is in the list also where it fails.
+/// Holds all memory of a range. If it fails, what it already holds is in the list.
 fn hold_all(
     process: &'static Process,
     start: CUdeviceptr,
@@ -92,7 +91,7 @@ fn hold_all(
     let end = start.saturating_add(bytes);
     let mut free = pieces.iter_mut();
     let (mut at, mut unknown) = (start, 0);
-    // What the driver does not know it refuses.
+    // If the driver knows no memory there, it will refuse the call.
     while at < end && unknown < STEPS {
         let Some((piece, after)) = hold_at(process, at, unknown == 0)? else {
             (at, unknown) = ((at | (STEP - 1)).saturating_add(1), unknown + 1);
@@ -106,7 +105,7 @@ fn hold_all(
     Ok(())
 }
 
-/// Holds the memory at an address; that, and the address after it. `None` where the driver knows of none.
+/// Holds the memory at an address; returns it with its end address, or `None` if the driver knows no memory there.
 pub fn hold_at(
     process: &'static Process,
     at: CUdeviceptr,
@@ -123,7 +122,7 @@ pub fn hold_at(
         return Ok(None);
     };
     let device = device_of(process, at).filter(|device| device.is_capped());
-    // Of memory that the driver may move it makes no descriptor.
+    // The driver makes no descriptor for memory that it may move.
     let may_move = || process.pointers.get(base).is_some_and(is_movable);
     let Some(device) = device.filter(|_| !is_on_host(at) && !may_move()) else {
         return Ok(Some((Piece::NONE, base.saturating_add(size))));
@@ -144,13 +143,13 @@ fn hold_pointer(
     pointer: CUdeviceptr,
     size: u64,
 ) -> Result<Piece, CUresult> {
-    // Of memory that is no allocation of its own, no more is known than which blocks it lies in.
+    // If the memory is not a whole allocation, only its blocks are known.
     let start = pointer & !(device.block - 1);
     let mut whole = device.taken_by(pointer.saturating_add(size) - start);
-    if let Some(place) = process.pointers.get(pointer).and_then(reserve_of) {
-        // It may lie in any piece of its pool's.
-        let covered = |reserves: &mut Reserves| reserves.get(place).map(|it| it.kept.covered());
-        whole = whole.max(process.reserves.with(covered).unwrap_or(0));
+    if let Some(place) = process.pointers.get(pointer).and_then(driver_pool_of) {
+        // It may lie in any piece of its pool.
+        let covered = |pools: &mut DriverPools| pools.get(place).map(|it| it.charge.covered());
+        whole = whole.max(process.driver_pools.with(covered).unwrap_or(0));
     }
     let held = process.physical.with(|physical| {
         let Some(entry) = process.pointers.get(pointer) else {
@@ -159,10 +158,10 @@ fn hold_pointer(
         if entry.device == AS_PHYSICAL {
             return physical.hold_id(Id::of(entry.bytes)?);
         }
-        if reserve_of(entry).is_some() {
+        if driver_pool_of(entry).is_some() {
             return None;
         }
-        // Out of the table, so that who frees it meanwhile does not give the same charge back.
+        // Taken out of the table, so that a thread that frees it meanwhile does not give the same charge back.
         let mut entry = process.pointers.take(pointer)?;
         if entry.bytes == IN_ITS_BLOCK && process.blocks.leave_if_last(device.block_number(pointer))
         {
@@ -183,7 +182,7 @@ fn hold_pointer(
         return Ok(Piece::of(held));
     }
     let bytes = Reserved::new(process, device, whole, whole)?.keep();
-    // Without room to note it, it stays charged to the end of the process.
+    // If there is no room to note it, it stays charged until the process ends.
     let note = |physical: &mut Physical| physical.create_without_handle(bytes, device.number);
     Ok(Piece {
         held: process.physical.with(note).ok(),
@@ -191,10 +190,11 @@ fn hold_pointer(
     })
 }
 
-/// A pointer's charge becomes that of physical memory which is held.
+/// Replaces a pointer's charge by that of physical memory which is held.
 fn replace(process: &'static Process, pointer: CUdeviceptr, held: Id) {
     let former = process.physical.with(|physical| {
-        let is_own = |entry: &Entry| entry.device != AS_PHYSICAL && reserve_of(*entry).is_none();
+        let is_own =
+            |entry: &Entry| entry.device != AS_PHYSICAL && driver_pool_of(*entry).is_none();
         process.pointers.get(pointer).filter(is_own)?;
         let entry = process.pointers.take(pointer)?;
         let id = physical.hold_id(held)?;

@@ -1,4 +1,4 @@
-//! The real driver, and our symbols that pass straight through to it.
+//! The real driver, and our symbols that only forward to it.
 
 use core::ffi::c_void;
 use core::marker::PhantomData;
@@ -30,12 +30,12 @@ pub fn real_if_any(index: usize) -> Option<*mut c_void> {
     (!substitutes.contains(&address)).then_some(address)
 }
 
-/// What a function answers that this driver is too old, or too new, to have.
+/// The result of a function that this driver does not have, because it is too old or too new.
 extern "C" fn missing() -> CUresult {
     CUresult::NOT_FOUND
 }
 
-/// What every function answers without a driver.
+/// The result of every function without a driver.
 extern "C" fn unavailable() -> CUresult {
     CUresult::SHARED_OBJECT_INIT_FAILED
 }
@@ -62,8 +62,8 @@ pub fn typed<F: Copy>(index: usize) -> F {
     unsafe { core::mem::transmute_copy(&address) }
 }
 
-/// A call of the driver that is still to be made: its arguments and how, in two words. Not a generic
-/// parameter, since there are a hundred such calls and most of what is done around them is the same.
+/// A call of the driver that is still to be made, in two words: its arguments, and a function that makes it. It is
+/// not a generic parameter, because there are a hundred such calls and the code around them is mostly the same.
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
     run: fn(*const ()) -> CUresult,
@@ -76,7 +76,7 @@ impl<'a> Call<'a> {
     #[inline]
     pub fn of<F: Fn() -> CUresult>(closure: &'a F) -> Self {
         fn run<F: Fn() -> CUresult>(closure: *const ()) -> CUresult {
-            // SAFETY: `of` made it of an `F` that is borrowed as long as the `Call` lives.
+            // SAFETY: `of` made it from an `F` that is borrowed as long as the `Call` lives.
             let closure = unsafe { &*closure.cast::<F>() };
             closure()
         }
@@ -87,7 +87,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Makes it.
+    /// Makes the call.
     #[inline]
     pub fn make(self) -> CUresult {
         (self.run)(self.closure)

@@ -1,13 +1,13 @@
-//! Descriptors by which memory can be imported: they keep it, after the last handle and mapping are gone, until they
-//! are closed, in this process and in every other that got them.
+//! Descriptors by which memory can be imported. They keep the memory, after its last handle and mapping are gone, until
+//! they are closed in this process and in every other process that received them.
 //!
-//! A driver's descriptor is a file of its own (`/dev/nvidiactl`, opened once more) to which the kernel driver has bound
-//! the memory, and closing that frees it. Whether it is open anywhere no number or inode tells: all such files have one
-//! inode. But a lock on an open file description ends with its last descriptor, whoever has that. So a byte of the
-//! file's that nobody else has drawn is locked by each exported descriptor, and another description of the same file,
-//! the witness, tells whether it still is.
+//! Such a descriptor is a new open file description of `/dev/nvidiactl` to which the kernel driver has bound the memory;
+//! its last close frees the memory. The inode does not tell whether it is open anywhere, because all such files have the
+//! same one. But a lock on an open file description ends when its last descriptor is closed, in whichever process. So
+//! each exported descriptor locks a unique byte of the file, and another description of the same file, the witness, shows
+//! whether the byte is still locked.
 //!
-//! What cannot be found out keeps the memory charged to the end of the process.
+//! If this cannot be found out, the memory stays charged until the process ends.
 
 use core::sync::atomic::Ordering;
 
@@ -19,10 +19,10 @@ use crate::process::Process;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 pub const FILE_DESCRIPTOR: u32 = 1;
 
-/// Descriptors that a call looks at which may find some closed; so that it takes no longer where there are more of them.
+/// How many descriptors a call checks. The number is bounded so that a call takes no longer with more descriptors.
 const IN_TURN: usize = 8;
 
-/// The driver has made a descriptor that keeps the memory of `held`, whose use it has from now on.
+/// Notes a new descriptor that keeps the memory of `held` and takes over its use.
 pub fn add(process: &Process, descriptor: i32, held: Id) {
     if process.has_exports.load(Ordering::Relaxed) {
         settle_some(process, true);
@@ -41,12 +41,12 @@ pub fn add(process: &Process, descriptor: i32, held: Id) {
             .with(|physical| physical.add_export(held, export));
     }
     if noted != Ok(own.0) {
-        // SAFETY: of `lock`, and nobody has seen it.
+        // SAFETY: `lock` has opened it, and nothing else uses it.
         unsafe { own.close() };
     }
 }
 
-/// Locks a byte of a descriptor's file, and opens its witness; `None` where the one does not see the other.
+/// Locks a byte of a descriptor's file, and opens its witness; `None` if the witness does not see the lock.
 fn lock(descriptor: Descriptor) -> Option<Export> {
     let byte = sys::unique()?;
     let witness = descriptor.reopen().ok()?;
@@ -57,8 +57,8 @@ fn lock(descriptor: Descriptor) -> Option<Export> {
     Some(Export::new(byte, witness.leave_open().0, file))
 }
 
-/// Holds the memory that a descriptor keeps which this process has exported, under whatever number; `None` for another
-/// process's. A lock is not in the way of its own description.
+/// Holds the memory of a descriptor that this process has exported, even if its number has changed; `None` for another
+/// process's descriptor. A description does not see its own lock.
 pub fn hold(process: &Process, descriptor: i32) -> Option<Id> {
     if !process.has_exports.load(Ordering::Relaxed) {
         return None;
@@ -79,20 +79,20 @@ pub fn hold(process: &Process, descriptor: i32) -> Option<Id> {
     }
 }
 
-/// Whether a descriptor is closed everywhere.
+/// Whether a descriptor is closed in all processes.
 fn is_closed(export: &Export) -> bool {
     let witness = Descriptor(export.witness);
-    // A program that closes what it does not know may have closed it, and another file has its number.
+    // A program may have closed the witness, for example by closing all descriptors, and its number may be reused.
     witness.file() == Ok(export.file) && witness.is_locked(export.byte) == Ok(false)
 }
 
-/// Looks at some descriptors, of those that alone keep their memory, or of all; gives back what closed ones kept.
-/// Returns whether there was any.
+/// Checks some descriptors, among all or among those that alone keep their memory, and gives back what closed ones kept.
+/// Returns whether any was closed.
 pub fn settle_some(process: &Process, of_all: bool) -> bool {
     settle(process, of_all, IN_TURN)
 }
 
-/// The same with all that alone keep their memory.
+/// The same for all descriptors that alone keep their memory.
 #[inline]
 pub fn settle_all(process: &Process) -> bool {
     process.has_exports.load(Ordering::Relaxed) && settle(process, false, usize::MAX)

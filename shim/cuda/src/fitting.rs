@@ -1,12 +1,11 @@
-//! The kernels that are known to fit: their context has enough local memory for them, and its share is charged for
-//! that.
+//! The kernels that are known to fit: their context has enough local memory for them, and it is charged.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use tranche_shim_runtime::lock::Guarded;
 
 use crate::abi::CUfunction;
-use crate::share::Device;
+use crate::device::Device;
 
 /// The kernels that are known to fit. All zeros means none.
 pub struct Fitting {
@@ -14,10 +13,11 @@ pub struct Fitting {
     known: [AtomicU64; KNOWN],
     /// The epoch, at its place in an entry.
     epoch: AtomicU64,
-    /// How many contexts were made so far (a device's primary context counts once), and whose primary contexts.
+    /// How many contexts were created so far; a device's primary context counts once.
     pub contexts: AtomicU32,
+    /// A bit for each device whose primary context was counted.
     primaries: AtomicU64,
-    /// Locked while the charge of a context changes; never while the driver is called.
+    /// Locked while the charge of a context changes, but never while the driver is called.
     pub charges: Guarded<()>,
 }
 
@@ -36,7 +36,7 @@ impl Fitting {
         place.load(Ordering::Relaxed) == value
     }
 
-    /// Where it is noted that one fits, and how.
+    /// The place of a kernel in the table, and the value that says that it fits.
     #[inline]
     pub fn place(&self, device: &Device, handle: CUfunction) -> (&AtomicU64, u64) {
         let handle = handle as u64;
@@ -49,12 +49,13 @@ impl Fitting {
         (place, value)
     }
 
-    /// Notes that one fits.
+    /// Notes that a kernel fits.
     pub fn note(&self, device: &Device, handle: CUfunction) {
         let (place, value) = self.place(device, handle);
         place.store(value, Ordering::Relaxed);
     }
 
+    /// Forgets all kernels, by a new epoch.
     pub fn forget(&self) {
         let next = |epoch: u64| Some((epoch + EPOCH) % EPOCHS);
         let former = self
@@ -67,7 +68,7 @@ impl Fitting {
         }
     }
 
-    /// A device's primary context was retained.
+    /// Notes that a device's primary context was retained.
     pub fn add_primary(&self, device: &Device) {
         let bit = 1 << (device.number % 64);
         if self.primaries.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
@@ -75,7 +76,7 @@ impl Fitting {
         }
     }
 
-    /// A context was made.
+    /// Notes that a context was created.
     pub fn add_context(&self) {
         self.contexts.fetch_add(1, Ordering::Relaxed);
         self.forget();

@@ -1,5 +1,5 @@
-//! Nodes of graphs. What memory nodes allocate is charged to their device's reserve for graphs ([`crate::source`]): at
-//! least the sizes of the nodes of all executable graphs. A kernel's local memory is charged when the kernel becomes
+//! Nodes of graphs. The memory of memory nodes is charged to their device's pool for graphs ([`crate::pool_allocator`]):
+//! at least the sizes of the nodes of all executable graphs. A kernel's local memory is charged when the kernel becomes
 //! part of a graph.
 
 use tranche_shim_core::Entry;
@@ -10,33 +10,33 @@ use crate::abi::{
 };
 use crate::charge;
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::keys::{Kind, key};
 use crate::local;
+use crate::pool_allocator::PoolAllocator;
 use crate::process::{self, Process};
-use crate::reserves::State;
 use crate::settle::{lower_floor, settle_some};
-use crate::source::Source;
 use crate::stream::Stream;
 
-/// An allocation that becomes a node of the graph that its stream captures.
+/// An allocation in a captured stream, which becomes a node of the graph.
 pub fn capture(
     process: &'static Process,
     stream: Stream,
     bytes: u64,
     driver: Call<'_>,
 ) -> CUresult {
-    let source = match process.device_of_stream(stream.handle()) {
-        Ok(device) if device.is_capped() => Source::graphs(process, device),
+    let allocator = match process.device_of_stream(stream.handle()) {
+        Ok(device) if device.is_capped() => PoolAllocator::graphs(process, device),
         Ok(_) => return driver.make(),
         Err(code) => Err(code),
     };
-    let source = match source {
-        Ok(source) => source,
+    let allocator = match allocator {
+        Ok(allocator) => allocator,
         Err(code) => return code,
     };
-    let result = source.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
+    let result = allocator.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
     if result.is_ok() {
-        note(source, stream.graph(), bytes);
+        note(allocator, stream.graph(), bytes);
     }
     result
 }
@@ -52,24 +52,24 @@ pub fn add_allocation(
     }
     // SAFETY: not null, and the driver reads them next.
     let (location, bytes) = unsafe { ((*parameters).pool.location, (*parameters).bytes as u64) };
-    let source = process::current().and_then(|process| {
+    let allocator = process::current().and_then(|process| {
         let device = match location.device() {
             Some(handle) => process.device(handle).filter(|device| device.is_capped()),
             None if location.is_host() => None,
             None => process.current_capped()?,
         };
         device
-            .map(|device| Source::graphs(process, device))
+            .map(|device| PoolAllocator::graphs(process, device))
             .transpose()
     });
-    let source = match source {
-        Ok(Some(source)) => source,
+    let allocator = match allocator {
+        Ok(Some(allocator)) => allocator,
         Ok(None) => return driver.make(),
         Err(code) => return code,
     };
-    let result = source.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
+    let result = allocator.grow(bytes, driver, Call::of(&|| CUresult::SUCCESS));
     if result.is_ok() {
-        note(source, Some(graph), bytes);
+        note(allocator, Some(graph), bytes);
     }
     result
 }
@@ -93,7 +93,7 @@ pub fn add(graph: CUgraph, parameters: *const CUgraphNodeParams, driver: Call<'_
     }
 }
 
-/// A node of any kind gets other parameters.
+/// Changes the parameters of a node of any kind.
 pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next; the body is the kind's.
     match unsafe { parameters.as_ref() } {
@@ -104,7 +104,7 @@ pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
     }
 }
 
-/// A kernel of a graph: its context has its local memory from now on, so that the launch of the graph need not look.
+/// A kernel of a graph. Its local memory is charged to its context now, so that a launch of the graph need not check it.
 /// `parameters` are of the version that has the fields `kernel` and `context`.
 pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next.
@@ -118,7 +118,7 @@ pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) 
     add_function(context, handle, driver)
 }
 
-/// The same of the version before, which has a function.
+/// The same for the earlier version, which has a function.
 pub fn add_function_of(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next: the function comes first in all versions.
     let handle = unsafe { parameters.cast::<CUfunction>().as_ref() };
@@ -133,21 +133,21 @@ fn add_function(context: CUcontext, handle: CUfunction, driver: Call<'_>) -> CUr
     }
 }
 
-/// A graph as a node of another, with the memory that it needs.
+/// Adds a graph as a node of another one, with the memory that it needs.
 pub fn add_child(graph: CUgraph, child: CUgraph, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok()
         && let Some(process) = process::joined()
         && let Some(of_child) = process.pointers.get(graph_key(child))
         && let Some(device) = process.device_numbered(of_child.device)
-        && let Ok(source) = Source::graphs(process, device)
+        && let Ok(allocator) = PoolAllocator::graphs(process, device)
     {
-        note(source, Some(graph), of_child.bytes);
+        note(allocator, Some(graph), of_child.bytes);
     }
     result
 }
 
-/// A copy of a graph, with the memory that it needs.
+/// Copies a graph, with the memory that it needs.
 pub fn copy(copy: *mut CUgraph, graph: CUgraph, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() {
@@ -157,9 +157,9 @@ pub fn copy(copy: *mut CUgraph, graph: CUgraph, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Notes that a graph needs so much more. If there is no room to note it, it stays charged until the process ends.
-fn note(source: Source, graph: Option<CUgraph>, bytes: u64) {
-    let (process, device) = (source.process, source.device);
+/// Notes that a graph needs `bytes` more. If there is no room to note it, they stay charged until the process ends.
+fn note(allocator: PoolAllocator, graph: Option<CUgraph>, bytes: u64) {
+    let (process, device) = (allocator.process, allocator.device);
     let bytes = device.taken_by(bytes);
     let noted = graph.is_some_and(|graph| {
         let former = process.pointers.get(graph_key(graph));
@@ -174,7 +174,7 @@ fn note(source: Source, graph: Option<CUgraph>, bytes: u64) {
         process.pointers.put(graph_key(graph), entry).is_ok()
     });
     if !noted {
-        source.raise_floor(bytes, Call::of(&|| CUresult::SUCCESS));
+        allocator.raise_floor(bytes, Call::of(&|| CUresult::SUCCESS));
     }
 }
 
@@ -189,11 +189,11 @@ pub fn instantiate(executable: *mut CUgraphExec, graph: CUgraph, driver: Call<'_
     let Some(device) = process.device_numbered(needs.device) else {
         return driver.make();
     };
-    let source = match Source::graphs(process, device) {
-        Ok(source) => source,
+    let allocator = match PoolAllocator::graphs(process, device) {
+        Ok(allocator) => allocator,
         Err(code) => return code,
     };
-    let result = source.raise_floor(needs.bytes, driver);
+    let result = allocator.raise_floor(needs.bytes, driver);
     if result.is_ok() {
         // SAFETY: the driver has just written to it.
         let executable = unsafe { executable.read() };
@@ -207,7 +207,7 @@ pub fn end_executable(executable: CUgraphExec, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // Before the driver may hand the handle out again.
+    // Taken out before the driver may reuse the handle.
     let taken = process.pointers.take(executable_key(executable));
     let result = driver.make();
     let Some(needed) = taken else {

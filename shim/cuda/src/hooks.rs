@@ -1,6 +1,6 @@
-//! One row per driver function that does more than pass: its name and arguments as in cuda.h, and
-//! what is done around the call of the real function, here `driver`; or what it launches, in which
-//! stream.
+//! One row per driver function that does more than forward: its name and arguments as in cuda.h, and
+//! the code around the call of the real function, which is `driver` here; or the kernel that it
+//! launches, and the stream.
 
 use core::ffi::{c_char, c_int, c_void};
 
@@ -24,7 +24,7 @@ macro_rules! hook {
     ($name:ident $arguments:tt |$driver:ident| $body:expr) => {
         hook! { #[unsafe(no_mangle)] pub $name $arguments calls $name |$driver| $body }
     };
-    // What is launched is paid for, mostly, and then the driver's function is jumped to, with the
+    // Most launches are paid from a batch. Then the code jumps to the driver's function and leaves the
     // arguments where they are.
     ($name:ident($($argument:ident: $type:ty),*) launches($kernel:expr, $stream:expr)) => {
         #[unsafe(no_mangle)]
@@ -206,11 +206,11 @@ hooks! {
         |driver| memory::allocate(Asked::Managed, bytes as u64, pointer, driver);
     fn cuMemAllocPitch(pointer: *mut CUdeviceptr_v1, pitch: *mut u32, width: u32, height: u32, element: u32)
         |driver| memory::allocate_pitched(pointer, pitch, Rows { width: u64::from(width), height: u64::from(height), element }, driver,
-            // SAFETY: frees what the driver has just allocated and nobody has seen.
+            // SAFETY: frees what the driver has just allocated and nothing else uses.
             |pointer| unsafe { real!(cuMemFree: fn(CUdeviceptr_v1))(pointer) });
     fn cuMemAllocPitch_v2(pointer: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: u32)
         |driver| memory::allocate_pitched(pointer, pitch, Rows { width: width as u64, height: height as u64, element }, driver,
-            // SAFETY: frees what the driver has just allocated and nobody has seen.
+            // SAFETY: frees what the driver has just allocated and nothing else uses.
             |pointer| unsafe { real!(cuMemFree_v2: fn(CUdeviceptr))(pointer) });
     fn cuMemAlloc_v2(pointer: *mut CUdeviceptr, bytes: usize)
         |driver| memory::allocate(Asked::Device, bytes as u64, pointer, driver);

@@ -1,17 +1,17 @@
 //! Pointers to memory that another process exported, by an IPC handle or from a memory pool.
 //!
-//! It is charged to this process too, as long as the process holds it: the exporter may end first, and the memory exists
-//! until its last holder releases it. The driver says how large it is once it is open. So it is charged then, and closed
+//! It is charged to this process too while the process holds it: the exporter may end first, and the memory exists until
+//! its last holder releases it. The driver returns its size only after it was opened. So it is charged then, and closed
 //! again if the share has no room for it.
 
 use tranche_shim_core::Entry;
 
 use crate::abi::{CUdeviceptr, CUresult};
 use crate::charge::{Reserved, note};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
 use crate::process::{self, Process};
-use crate::share::Device;
 use crate::stream::current_context;
 
 /// `cuIpcOpenMemHandle`. A handle may be opened several times, for the same pointer.
@@ -26,7 +26,7 @@ pub fn open(pointer: *mut CUdeviceptr, driver: Call<'_>) -> CUresult {
         }
         Ok(())
     };
-    // SAFETY: closes what was opened a moment ago, and nobody has seen.
+    // SAFETY: closes what was just opened, and nothing else uses it.
     let close = |pointer| unsafe { real!(cuIpcCloseMemHandle: fn(CUdeviceptr))(pointer) };
     import(pointer, driver, imported, close)
 }
@@ -47,7 +47,7 @@ pub fn close(pointer: CUdeviceptr, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// `cuMemPoolImportPointer`: freed as any pointer is.
+/// `cuMemPoolImportPointer`. Such a pointer is freed like any other.
 pub fn import_from_pool(pointer: *mut CUdeviceptr, driver: Call<'_>) -> CUresult {
     let imported = |process: &'static Process, pointer: CUdeviceptr| {
         if let Some(reserved) = reserve(process, pointer)? {
@@ -60,7 +60,7 @@ pub fn import_from_pool(pointer: *mut CUdeviceptr, driver: Call<'_>) -> CUresult
         }
         Ok(())
     };
-    // SAFETY: frees what was imported a moment ago, and nobody has seen.
+    // SAFETY: frees what was just imported, and nothing else uses it.
     let free = |pointer| unsafe { real!(cuMemFree_v2: fn(CUdeviceptr))(pointer) };
     import(pointer, driver, imported, free)
 }
@@ -90,7 +90,7 @@ fn import(
     }
 }
 
-/// Reserves as much as lies at a pointer, if it lies on a device with a cap.
+/// Reserves the size of the memory at a pointer, if it lies on a device with a cap.
 fn reserve(process: &'static Process, pointer: CUdeviceptr) -> Result<Option<Reserved>, CUresult> {
     let Some(device) = device_of(process, pointer).filter(|device| device.is_capped()) else {
         return Ok(None);
@@ -100,7 +100,7 @@ fn reserve(process: &'static Process, pointer: CUdeviceptr) -> Result<Option<Res
     Reserved::new(process, device, bytes, bytes).map(Some)
 }
 
-/// The first address and the bytes of what a pointer points into.
+/// The first address and the bytes of the allocation into which a pointer points.
 pub fn range_of(pointer: CUdeviceptr) -> Result<(CUdeviceptr, u64), CUresult> {
     let (mut start, mut bytes) = (0, 0);
     // SAFETY: writes to the local numbers.
@@ -118,7 +118,7 @@ pub fn range_of(pointer: CUdeviceptr) -> Result<(CUdeviceptr, u64), CUresult> {
     }
 }
 
-/// The device that a pointer's memory lies on.
+/// The device of a pointer's memory.
 pub fn device_of(process: &'static Process, pointer: CUdeviceptr) -> Option<&'static Device> {
     const DEVICE_ORDINAL: u32 = 9;
     if let Some(only) = process.only_device() {
@@ -130,14 +130,14 @@ pub fn device_of(process: &'static Process, pointer: CUdeviceptr) -> Option<&'st
     }
 }
 
-/// Whether a pointer is to memory of the host.
+/// Whether a pointer points to host memory.
 pub fn is_on_host(pointer: CUdeviceptr) -> bool {
     const MEMORY_TYPE: u32 = 2;
     const HOST: i32 = 1;
     attribute(pointer, MEMORY_TYPE) == Some(HOST)
 }
 
-/// A pointer's attribute of 32 bits; `None` where the driver does not say.
+/// A pointer's attribute of 32 bits; `None` if the driver does not return it.
 fn attribute(pointer: CUdeviceptr, which: u32) -> Option<i32> {
     let mut value = 0;
     // SAFETY: writes an int to the local.

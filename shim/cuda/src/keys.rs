@@ -1,7 +1,7 @@
-//! The numbers under which the table of pointers has what is no pointer.
+//! The keys in the table of pointers for things that are not pointers.
 
-/// What a number in the table of pointers stands for. Device addresses and the driver's handles are
-/// addresses of user space, whose highest byte is 0.
+/// The kind of thing for which a key stands. Device addresses and the driver's handles are addresses
+/// of user space, whose highest byte is 0.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u64)]
 pub enum Kind {
@@ -25,7 +25,7 @@ pub fn key(kind: Kind, handle: u64) -> u64 {
     handle ^ (kind as u64) << 56
 }
 
-/// Whether a key is of a handle of this kind.
+/// Whether a key stands for a handle of this kind.
 pub const fn is_of(key: u64, kind: Kind) -> bool {
     key >> 56 == kind as u64
 }

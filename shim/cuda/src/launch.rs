@@ -1,5 +1,5 @@
-//! What the hooks for launches do: they charge the share for the GPU time that a launch takes, and wait if the
-//! share has used up what it was granted.
+//! The hooks for launches: they charge the share for the GPU time that a launch takes, and wait if the share has used
+//! up its grant.
 //!
 //! ```text
 //!  hook ─► price of its shape known, and left in this thread's batch ? ──yes──► the driver
@@ -20,13 +20,13 @@ use tranche_shim_core::compute::{Batch, Price, Shape, WAIT_NANOS};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
+use crate::device::Device;
 use crate::driver::Call;
 use crate::keys;
 use crate::launches::Launches;
 use crate::local;
 use crate::measure::Measurement;
 use crate::process::{self, Process};
-use crate::share::Device;
 use crate::stream::{is_capturing, within_stream};
 
 /// This bit marks a handle as a graph's. Handles are addresses of user space, which do not have it.
@@ -43,7 +43,7 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// A kernel without its grid: where the grid is set by another call, or is of no importance.
+    /// A kernel without its grid, if another call sets the grid, or if it does not matter.
     pub fn of(handle: CUfunction) -> Self {
         Self {
             handle,
@@ -97,7 +97,7 @@ impl Kernel {
         }
     }
 
-    /// The key of the kernel, whatever its grid.
+    /// The key of the kernel without its grid.
     fn family(&self) -> u64 {
         key(self.handle as u64, [0; 3])
     }
@@ -122,7 +122,7 @@ fn is_paid(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
     }
 }
 
-/// A function of its own: it calls the driver and so must save registers, which most processes need not.
+/// A separate function: it calls the driver and so must save registers, which most processes need not do.
 #[inline(never)]
 fn is_paid_on_current(handle: CUfunction, one: u64, two: u64, three: u64) -> bool {
     process::joined().is_some_and(|process| {
@@ -157,7 +157,7 @@ pub fn configured_stream(config: *const CUlaunchConfig) -> CUstream {
     unsafe { config.as_ref() }.map_or(0, |config| config.stream)
 }
 
-/// A launch in a stream that is not paid from a batch at once.
+/// A launch in a stream that was not paid from a batch.
 #[cold]
 #[inline(never)]
 pub fn launch(kernel: Kernel, stream: CUstream, driver: Call<'_>) -> CUresult {
@@ -173,7 +173,7 @@ pub fn launch(kernel: Kernel, stream: CUstream, driver: Call<'_>) -> CUresult {
 fn begin(kernel: Kernel, stream: CUstream) -> Result<Begun, CUresult> {
     let process = process::current()?;
     let Ok(device) = process.current_device() else {
-        // The driver says what is wrong.
+        // The driver returns the error.
         return Ok(Begun::default());
     };
     fit(process, device, kernel)?;
@@ -186,8 +186,8 @@ fn begin(kernel: Kernel, stream: CUstream) -> Result<Begun, CUresult> {
     Ok(launch.begin())
 }
 
-/// Charges a kernel's local memory before its first launch. That of a graph's kernels was charged when they became
-/// part of the graph.
+/// Charges a kernel's local memory before its first launch. For a graph's kernels this was done when they became part of
+/// the graph.
 fn fit(process: &'static Process, device: &'static Device, kernel: Kernel) -> Result<(), CUresult> {
     let fitting = &process.fitting;
     if fitting.knows(device, kernel.handle) {
@@ -200,8 +200,8 @@ fn fit(process: &'static Process, device: &'static Device, kernel: Kernel) -> Re
     }
 }
 
-/// `cuLaunchCooperativeKernelMultiDevice`: a kernel in each of several streams, each on a device of
-/// its own. Each is charged what the first one takes.
+/// `cuLaunchCooperativeKernelMultiDevice`: a kernel in each of several streams, each on its own device. Each launch is
+/// charged as much as the first one.
 pub fn launch_on_each(list: *const CUlaunchParams, count: u32, driver: Call<'_>) -> CUresult {
     if list.is_null() || count == 0 {
         return driver.make();
@@ -264,7 +264,7 @@ struct Launch {
     stream: CUstream,
 }
 
-/// What was done before the driver's call.
+/// The state between the steps before and after the driver's call.
 #[derive(Default)]
 struct Begun {
     paid: Option<(&'static Batch, u64)>,
@@ -291,7 +291,7 @@ const NAP_BETWEEN_CHECKS_NANOS: u64 = 100_000;
 /// How long to sleep at most before the node's grant is read again, in nanoseconds.
 const NAP_NANOS: u64 = 20_000_000;
 
-/// One in so many launches with a trusted price is measured, of those that read the share's grant.
+/// Of the launches with a trusted price that read the share's grant, one in so many is measured.
 const SELDOM: u64 = 8;
 
 impl Launch {
@@ -330,7 +330,7 @@ impl Launch {
         let price = costs.price(&self.shape);
         let batch = self.process.launches.batch(self.device);
         let more = price.nanos() - batch.take(price.nanos());
-        // Varies, because otherwise it would always be the same launch of a loop that is measured.
+        // Varies, because otherwise always the same launch of a loop would be measured.
         let ahead = if more < BATCH_NANOS {
             BATCH_NANOS / 2 + sys::now() % (BATCH_NANOS / 2)
         } else {
@@ -367,7 +367,7 @@ impl Launch {
         }
     }
 
-    /// Waits while enough launches of a kernel without a known price are under way; returns how long that took. A
+    /// Waits while enough launches of a kernel without a known price are in progress; returns how long that took. A
     /// kernel that is still running is charged for the time so far, and later launches of it wait for that.
     fn hold(&self) -> u64 {
         let Launches {
@@ -426,7 +426,7 @@ pub fn begin_capture(driver: Call<'_>) -> CUresult {
     result
 }
 
-/// `cuStreamEndCapture`. The capture is counted as ended after the call, also if it had become invalid.
+/// `cuStreamEndCapture`. The capture is counted as ended after the call, even if it had become invalid.
 pub fn end_capture(driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if (result.is_ok() || result == CUresult::STREAM_CAPTURE_INVALIDATED)
@@ -449,7 +449,7 @@ pub fn end_graph(graph: usize, driver: Call<'_>) -> CUresult {
     driver.make()
 }
 
-/// Forgets the price of an executable graph that was changed and so takes another time.
+/// Forgets the price of an executable graph that was changed, because it may take another time.
 pub fn change_graph(graph: usize, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     forget_graph(graph);
@@ -464,8 +464,8 @@ fn forget_graph(graph: usize) {
     }
 }
 
-/// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels on several GPUs wait
-/// for each other: if one is held back, the others occupy their GPUs meanwhile.
+/// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels on several GPUs wait for
+/// each other: if one is delayed, the others occupy their GPUs meanwhile.
 pub fn find_kernel(handle: *mut CUfunction, name: *const c_char, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() && !handle.is_null() && !name.is_null() {
@@ -478,7 +478,7 @@ pub fn find_kernel(handle: *mut CUfunction, name: *const c_char, driver: Call<'_
     result
 }
 
-/// The same in a library. Its kernels belong to no particular context.
+/// The same in a library, whose kernels belong to no particular context.
 pub fn find_library_kernel(
     handle: *mut CUfunction,
     name: *const c_char,
@@ -496,8 +496,8 @@ pub fn find_library_kernel(
 pub fn list_kernels(handles: *mut CUfunction, count: u32, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() && !handles.is_null() {
-        // SAFETY: not null, with room for so many. If the library has fewer, the rest is what the program had there; to note
-        // that does no harm.
+        // SAFETY: not null, with room for so many. If the library has fewer, the rest is the program's data; noting that is
+        // harmless.
         note_kernels(unsafe { core::slice::from_raw_parts(handles, count as usize) });
     }
     result

@@ -1,4 +1,4 @@
-//! What a process knows of its launches.
+//! The data of a process about its launches.
 
 use core::sync::atomic::AtomicU64;
 
@@ -6,10 +6,10 @@ use tranche_shim_core::compute::{Batch, Costs};
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::sys;
 
+use crate::device::Device;
 use crate::measure::Measuring;
-use crate::share::Device;
 
-/// What a process knows of its launches. All zeros means nothing yet.
+/// The data of a process about its launches. All zeros means none yet.
 pub struct Launches {
     /// Several for each device; a thread always uses the same one.
     batches: [[Batch; BATCHES]; MAX_SHARES],
@@ -17,7 +17,7 @@ pub struct Launches {
     pub costs: Costs,
     /// Launches that are being measured.
     pub measuring: Measuring,
-    /// An upper bound of the stream captures under way: a capture that ended with its stream or context is not noticed.
+    /// An upper bound of the stream captures in progress: the end of a capture with its stream or context is not noticed.
     /// While it is not 0, every launch asks the driver about its stream.
     pub captures: AtomicU64,
     /// When the last launch began that had to read the share's grant.

@@ -19,10 +19,10 @@ use tranche_shim_core::Entry;
 
 use crate::abi::{CUcontext, CUdevice, CUfunction, CUresult};
 use crate::charge::{Reserved, note};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
 use crate::process::Process;
-use crate::share::Device;
 use crate::stream::{current_context, relaxed, within};
 
 /// `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.
@@ -36,7 +36,7 @@ pub const DEFAULT_STACK: u64 = 1 << 10;
 const SYSTEM_STACK: u64 = 512;
 const STEP: u64 = 512;
 
-/// Charges the local memory of a kernel, if the current context was charged less so far.
+/// Charges the current context for a kernel's local memory, if it was charged less so far.
 #[cold]
 #[inline(never)]
 pub fn ensure(
@@ -45,7 +45,7 @@ pub fn ensure(
     handle: CUfunction,
 ) -> Result<(), CUresult> {
     let fitting = &process.fitting;
-    // Taken before the driver is asked, so that an entry that is discarded meanwhile is not restored.
+    // Read before the driver is asked, so that an entry that is discarded meanwhile is not restored.
     let (place, known) = fitting.place(device, handle);
     if !device.is_capped() {
         place.store(known, Ordering::Relaxed);
@@ -72,7 +72,7 @@ pub fn ensure(
     Ok(())
 }
 
-/// The same in `context`, or the current one (0), for a kernel that a graph will launch. A handle of 0 means no kernel.
+/// The same for `context`, or the current one (0), and a kernel that a graph will launch. A handle of 0 means no kernel.
 pub fn ensure_in(
     process: &'static Process,
     context: CUcontext,
@@ -117,7 +117,7 @@ fn local_size(handle: CUfunction, is_kernel: bool) -> Option<u64> {
     };
     match result {
         CUresult::SUCCESS => Some(u64::from(bytes.unsigned_abs())),
-        // Every driver has it.
+        // Every driver has this attribute.
         CUresult::NOT_FOUND => Some(0),
         _ => None,
     }
@@ -174,7 +174,7 @@ fn set(process: &'static Process, device: &Device, context: CUcontext, kind: Kin
     }
 }
 
-/// The current context's stack limit is set to `each` bytes: charges for that, and still for what its kernels needed
+/// Sets the current context's stack limit to `each` bytes: charges for that, and at least for what its kernels have needed
 /// so far.
 pub fn set_stack_limit(
     process: &'static Process,
@@ -200,12 +200,12 @@ pub fn set_stack_limit(
             note_stack(reserved, context, limit, was_alone);
         }
     });
-    // Kernels that fitted with the former limit may not fit now.
+    // Kernels that fit with the former limit may not fit now.
     process.fitting.forget();
     result
 }
 
-/// Of two calls at once it is unknown which one the driver carried out last, so the higher limit counts.
+/// It is unknown which of two concurrent calls the driver executed last, so the higher limit counts.
 fn note_stack(reserved: Reserved, context: CUcontext, limit: u64, was_alone: bool) {
     let (process, device) = (reserved.process, reserved.device);
     let (stack, local) = charged(process, context);
@@ -233,7 +233,7 @@ fn bytes_for(device: &Device, each: u64) -> u64 {
     device.taken_by(beyond.saturating_mul(threads(device)))
 }
 
-/// How many threads a device runs at a time: each has local memory.
+/// How many threads a device runs at a time; each has local memory.
 fn threads(device: &Device) -> u64 {
     const MULTIPROCESSORS: i32 = 16;
     const THREADS_PER_MULTIPROCESSOR: i32 = 39;

@@ -1,20 +1,20 @@
 //! Managed memory in place of device memory, for shares whose GPU's memory is oversubscribed.
 //!
-//! The shares of such a GPU have more memory together than the GPU. So what they allocate must be able to make room: managed
-//! memory, which the driver moves to the host page by page when others use the GPU's memory, and back when it is used again.
-//! Programs ask for device memory; they get managed memory that prefers the GPU, and are told of it as device memory.
+//! Together the shares of such a GPU have more memory than the GPU. So they must use managed memory, which the driver moves
+//! to the host page by page when others use the GPU's memory, and back when it is used again. Programs ask for device memory;
+//! they get managed memory that prefers the GPU, and queries describe it as device memory.
 //!
-//! What the driver cannot move (contexts, modules, arrays, pools, physical memory) is charged to a second account too, whose
-//! limit no oversubscription raises ([`crate::share::Residence`]).
+//! Memory that the driver cannot move (contexts, modules, arrays, pools, physical memory) is also charged to a second
+//! account, whose limit oversubscription does not raise ([`crate::device::Residence`]).
 
 use core::ffi::c_void;
 
 use crate::abi::{CUdevice, CUdeviceptr, CUresult};
 use crate::charge::is_converted;
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::ipc::range_of;
 use crate::process;
-use crate::share::Device;
 
 /// Allocates `bytes` of managed memory, which every stream of every device may use, and which moves to the
 /// device when it is used there.
@@ -52,7 +52,7 @@ pub unsafe fn make(device: &Device, bytes: u64, pointer: *mut CUdeviceptr) -> CU
     result
 }
 
-/// Whether an address lies in managed memory that was asked for as device memory.
+/// Whether an address lies in managed memory for which the program asked as device memory.
 fn is_ours(address: CUdeviceptr) -> bool {
     let Some(process) = process::joined() else {
         return false;
@@ -66,7 +66,7 @@ fn is_ours(address: CUdeviceptr) -> bool {
     process.pointers.get(start).is_some_and(is_converted)
 }
 
-/// `cuIpcGetMemHandle`: of managed memory there is no handle.
+/// `cuIpcGetMemHandle`: managed memory has no handle.
 pub fn export(address: CUdeviceptr, driver: Call<'_>) -> CUresult {
     if is_ours(address) {
         return CUresult::NOT_SUPPORTED;
@@ -74,12 +74,12 @@ pub fn export(address: CUdeviceptr, driver: Call<'_>) -> CUresult {
     driver.make()
 }
 
-/// What managed memory has and device memory has not: a pointer for the host.
+/// An attribute that only managed memory has: a pointer for the host.
 const HOST_POINTER: u32 = 4;
 /// Whether it is managed memory.
 const IS_MANAGED: u32 = 8;
 
-/// `cuPointerGetAttribute`: what the driver says, or would say of device memory.
+/// `cuPointerGetAttribute`: the driver's answer, or what it would answer for device memory.
 pub fn correct(
     value: *mut c_void,
     attribute: u32,
@@ -100,7 +100,7 @@ pub fn correct(
     result
 }
 
-/// `cuPointerGetAttributes`: the same of several, which are zero where the pointer does not have them.
+/// `cuPointerGetAttributes`: the same for several attributes; those that the pointer does not have are zero.
 pub fn correct_each(
     count: u32,
     attributes: *const u32,
@@ -124,7 +124,7 @@ pub fn correct_each(
     result
 }
 
-/// Says of an attribute that memory has it not, if it is one of managed memory.
+/// Sets an attribute that only managed memory has to 0.
 ///
 /// # Safety
 ///

@@ -1,4 +1,4 @@
-//! Measures how long launches take on the GPU, by events of the shim's own before and after them in their stream.
+//! Measures how long launches take on the GPU, by the shim's own events before and after them in their stream.
 //!
 //! Few launches are measured at a time, and nothing waits for an event: later launches check which measurements are
 //! done. An event belongs to its context, and is destroyed before the context ends.
@@ -21,16 +21,16 @@ const PLACES: usize = 16;
 /// Measurements that one launch checks.
 const CHECKS: usize = 4;
 
-/// Measurements under way. All zeros means none.
+/// Measurements in progress. All zeros means none.
 pub struct Measuring {
-    places: [Place; PLACES],
+    places: [MeasurementSlot; PLACES],
     /// The next one to check.
     next: AtomicUsize,
-    /// Calls under way that may end contexts: nothing is measured meanwhile.
+    /// Calls in progress that may end contexts: nothing is measured meanwhile.
     ending: AtomicU32,
 }
 
-struct Place {
+struct MeasurementSlot {
     state: AtomicU32,
     /// The thread that uses it, while it is OWNED.
     owner: AtomicU64,
@@ -59,7 +59,7 @@ const NAP_NANOS: u64 = 20_000;
 
 /// A measurement that has begun; ended by [`end`](Self::end).
 pub struct Measurement {
-    place: &'static Place,
+    place: &'static MeasurementSlot,
     stream: CUstream,
 }
 
@@ -116,8 +116,8 @@ impl Measuring {
         }
     }
 
-    /// Before a call that may end contexts: ends the measurements in them. None is begun until the returned value is
-    /// dropped.
+    /// Must be called before a call that may end contexts: ends the measurements in them. No new one begins until the
+    /// returned value is dropped.
     pub fn leave(&self, contexts: &[CUcontext]) -> impl Drop + use<'_> {
         self.ending.fetch_add(1, Ordering::AcqRel);
         let start = sys::now();
@@ -145,7 +145,7 @@ impl Drop for Ending<'_> {
 }
 
 impl Measurement {
-    /// The launch is in its stream, or has failed.
+    /// Ends the call: the launch is in its stream, or has failed.
     pub fn end(self, launched: CUresult) {
         let runs = launched.is_ok()
             && self.place.state.load(Ordering::Acquire) == OWNED
@@ -154,7 +154,7 @@ impl Measurement {
     }
 }
 
-impl Place {
+impl MeasurementSlot {
     fn take(&self, from: u32) -> bool {
         let taken = self
             .state
@@ -232,7 +232,7 @@ impl Place {
         }
     }
 
-    /// The state that the place gets, and how much was charged too little.
+    /// The new state of the place, and by how much launches were charged too little.
     fn check(&self, costs: &Costs) -> (u32, i64) {
         let (start, end) = (
             self.start.load(Ordering::Relaxed),
@@ -277,7 +277,7 @@ fn query(event: CUevent) -> CUresult {
 }
 
 fn destroy(event: CUevent) {
-    // SAFETY: an event of ours, which nobody uses from now on.
+    // SAFETY: an event of ours, which is no longer used.
     unsafe { real!(cuEventDestroy_v2: fn(CUevent))(event) };
 }
 

@@ -1,15 +1,15 @@
-//! Memory that is known by its pointer, and the amount of memory that programs are shown.
+//! Memory by pointer, and the amount of memory that programs see.
 
 use crate::abi::{CUdevice, CUdeviceptr, CUdeviceptr_v1, CUresult};
 use crate::charge::{Reserved, charge_in, note, return_charge};
+use crate::device::{Device, Residence, VisibleMemory};
 use crate::driver::Call;
 use crate::exports;
 use crate::managed;
 use crate::process::{self, Process};
 use crate::settle;
-use crate::share::{Cap, Device, Residence};
 
-/// A number in one of the driver's two widths: today's, or that of before CUDA 3.2.
+/// A number in one of the driver's two widths: today's, or the one used before CUDA 3.2.
 pub trait Width: Copy {
     fn wide(self) -> u64;
     fn narrow(wide: u64) -> Self;
@@ -43,12 +43,12 @@ impl Width for CUdeviceptr_v1 {
     }
 }
 
-/// What a program asks for.
+/// The kind of memory for which a program asks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Asked {
-    /// Device memory: where its share is oversubscribed, it gets managed memory.
+    /// Device memory. If the share is oversubscribed, the program gets managed memory.
     Device,
-    /// Device memory by a pointer as before CUDA 3.2, which is too narrow for managed memory.
+    /// Device memory with a pointer of before CUDA 3.2, which is too narrow for managed memory.
     Narrow,
     Managed,
 }
@@ -63,14 +63,14 @@ pub fn allocate<P: Width>(asked: Asked, bytes: u64, pointer: *mut P, driver: Cal
 
 fn allocate_at(asked: Asked, bytes: u64, pointer: *mut u8, driver: Call<'_>) -> CUresult {
     if pointer.is_null() || bytes == 0 {
-        // The driver refuses it, in its own words.
+        // The driver returns the error.
         return driver.make();
     }
     let process = match process::current() {
         Ok(process) => process,
         Err(code) => return code,
     };
-    // SAFETY: not null, of the width that is said, and the driver has written to it.
+    // SAFETY: not null, of this width, and the driver has written to it.
     let read = || unsafe {
         if asked == Asked::Narrow {
             pointer.cast::<CUdeviceptr_v1>().read_unaligned().wide()
@@ -101,7 +101,7 @@ fn allocate_at(asked: Asked, bytes: u64, pointer: *mut u8, driver: Call<'_>) -> 
     )
 }
 
-/// An allocation of `bytes` that may move. `read` is its address, when it is made.
+/// An allocation of `bytes` that may move. `read` returns its address after it was made.
 #[cold]
 #[inline(never)]
 fn allocate_movable(
@@ -124,7 +124,7 @@ fn allocate_movable(
     result
 }
 
-/// Rows of a width in bytes, read by elements of so many bytes.
+/// Rows of a width in bytes, and the size of their elements in bytes.
 #[derive(Clone, Copy)]
 pub struct Rows {
     pub width: u64,
@@ -132,24 +132,24 @@ pub struct Rows {
     pub element: u32,
 }
 
-/// The driver pads rows: to this many bytes on all hardware so far.
+/// The driver pads rows to a multiple of this many bytes on all hardware so far.
 const PITCH: u64 = 512;
 
 impl Rows {
-    /// Bytes from one row to the next, and in all.
+    /// Bytes from one row to the next, and of all rows.
     fn padded(self) -> Option<(u64, u64)> {
         let pitch = self.width.checked_next_multiple_of(PITCH)?;
         Some((pitch, pitch.checked_mul(self.height)?))
     }
 
-    /// Whether the elements are such as the driver takes.
+    /// Whether the driver accepts this size of elements.
     fn has_valid_elements(self) -> bool {
         matches!(self.element, 4 | 8 | 16)
     }
 }
 
-/// A pitched allocation. Only the driver knows how much it takes, afterwards. So the size that all hardware so far took
-/// is reserved first; if the driver took more, the difference is reserved then, or the memory is freed again.
+/// A pitched allocation. Its size is known only after the driver's call. So the size that it takes on all hardware so far
+/// is reserved first. If the driver took more, the difference is reserved then; if that fails, the memory is freed again.
 pub fn allocate_pitched<P: Width, S: Width>(
     pointer: *mut P,
     pitch: *mut S,
@@ -187,7 +187,7 @@ pub fn allocate_pitched<P: Width, S: Width>(
     })
 }
 
-/// `read` is the address and the pitch, when the driver has written them.
+/// `read` returns the address and the pitch after the driver has written them.
 fn charge_rows(
     process: &'static Process,
     rows: Rows,
@@ -232,7 +232,7 @@ pub fn free(pointer: u64, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// What the driver says of a device's memory, corrected to what this container has of it.
+/// Corrects the driver's answer about a device's memory to what this container has of it.
 pub fn correct_info<S: Width>(free: *mut S, total: *mut S, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if !result.is_ok() {
@@ -249,7 +249,7 @@ pub fn correct_info<S: Width>(free: *mut S, total: *mut S, driver: Call<'_>) -> 
     corrected.err().unwrap_or(result)
 }
 
-/// The total memory of a device, as this container has it.
+/// Corrects the total memory of a device to what this container has of it.
 pub fn correct_total<S: Width>(total: *mut S, handle: CUdevice, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if !result.is_ok() {
@@ -268,8 +268,8 @@ pub fn correct_total<S: Width>(total: *mut S, handle: CUdevice, driver: Call<'_>
     }
 }
 
-/// Neither more than the cap leaves nor more than the device has. Either pointer may be null.
-fn correct<S: Width>(cap: Cap, free: *mut S, total: *mut S) {
+/// Lowers both values to what the cap allows. Either pointer may be null.
+fn correct<S: Width>(cap: VisibleMemory, free: *mut S, total: *mut S) {
     for (value, at_most) in [(free, cap.free), (total, cap.total)] {
         if !value.is_null() {
             // SAFETY: not null, and the driver has just written to it.

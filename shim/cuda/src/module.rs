@@ -1,10 +1,10 @@
-//! Modules and libraries: their variables take device memory when they are loaded, and their code at
-//! the latest when it is used.
+//! Modules and libraries. Their variables take device memory when they are loaded, their code at the
+//! latest when it is used.
 //!
-//! The driver does not say how much that is, so it is charged by what the image says
-//! (`tranche_shim_core::image`), when the module is loaded: variables, and all code that it has. Most
-//! drivers load a kernel's code when that is first used, at any of many calls; then there may be no room
-//! any more. Modules share blocks, variables and code apart, so it is their sums that are rounded up.
+//! The driver does not say how much, so the sizes in the image (`tranche_shim_core::image`) are charged when
+//! the module is loaded: its variables, and all of its code. Most drivers load a kernel's code at its first
+//! use, in any of many calls, when there may be no room any more. The variables of all modules share blocks,
+//! and so does their code; so each of the two sums is rounded up.
 
 use core::ffi::{CStr, c_char};
 
@@ -14,14 +14,14 @@ use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::CUresult;
 use crate::charge::{EVERY_DEVICE, note, return_charge};
+use crate::device::Device;
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::keys::{Kind, key};
+use crate::pool_allocator::PoolAllocator;
 use crate::process::{self, Process};
-use crate::reserves::State;
-use crate::share::Device;
-use crate::source::Source;
 
-/// Loads an image of the program's memory into the current context, or into all (a library).
+/// Loads an image from the program's memory into the current context, or into all contexts (a library).
 pub fn load(module: *mut usize, image: *const u8, within: Within, driver: Call<'_>) -> CUresult {
     if module.is_null() || image.is_null() {
         return driver.make();
@@ -45,7 +45,7 @@ pub fn load_file(
     charge(module, needs, within, driver)
 }
 
-/// With what a handle ends.
+/// What a handle belongs to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Within {
     /// A module ends with its context.
@@ -97,7 +97,7 @@ fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) ->
     result
 }
 
-/// What a module needs of each of some devices.
+/// What a module needs on each of some devices.
 #[derive(Clone, Copy)]
 struct Floor {
     state: State,
@@ -107,13 +107,13 @@ struct Floor {
 }
 
 impl Floor {
-    /// Whether a device has a cap, and this is for it.
+    /// Whether this is for a device, and the device has a cap.
     fn is_of(&self, device: &Device) -> bool {
         device.is_capped() && (self.entry == EVERY_DEVICE || self.entry == device.number)
     }
 }
 
-/// Charges the devices from a number on, if the driver loads the module.
+/// Charges the devices from number `from` on, and then loads the module.
 fn raise(process: &'static Process, floor: Floor, from: u8, driver: Call<'_>) -> CUresult {
     let mut charged = process
         .devices()
@@ -122,8 +122,8 @@ fn raise(process: &'static Process, floor: Floor, from: u8, driver: Call<'_>) ->
         return driver.make();
     };
     let rest = || raise(process, floor, device.number + 1, driver);
-    match Source::of_device(floor.state, process, device) {
-        Ok(source) => source.raise_floor(floor.bytes, Call::of(&rest)),
+    match PoolAllocator::of_device(floor.state, process, device) {
+        Ok(allocator) => allocator.raise_floor(floor.bytes, Call::of(&rest)),
         Err(code) => code,
     }
 }
@@ -154,14 +154,14 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
 unsafe fn needs_of(image: *const u8) -> Needs {
     let mut magic = [0; 4];
     for (at, place) in magic.iter_mut().enumerate() {
-        // SAFETY: every kind of image is longer, but for a text that ends before.
+        // SAFETY: every image is longer, except for a text that ends before.
         *place = unsafe { image.add(at).read() };
         if *place == 0 {
             break;
         }
     }
     if !image::is_binary(magic) {
-        // SAFETY: what is none of the others is text that ends with a zero.
+        // SAFETY: an image of no other kind is text that ends with a zero.
         return image::of_text(unsafe { CStr::from_ptr(image.cast()) }.to_bytes());
     }
     // SAFETY: all of these are longer.

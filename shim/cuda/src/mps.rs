@@ -1,16 +1,17 @@
 //! Concurrent shares: this process becomes a client of its GPU's MPS daemon, with the limits of its cap page.
 //!
-//! The driver reads its limits from the environment in `cuInit`. The node sets them in the container; a program may have changed or
-//! lost them. So they are set here again, in the process itself, from the page.
+//! The driver reads its limits from the environment in `cuInit`. The node sets them in the container, but a program may
+//! have changed or lost them. So they are set again here, in the process itself, from the page.
 //!
-//! A driver that finds no daemon works on without MPS and without a word. So there must be one before the driver is asked.
+//! A driver that finds no daemon silently continues without MPS. So the shim checks that the daemon serves before it calls
+//! the driver.
 
 use core::ffi::CStr;
 use core::sync::atomic::{AtomicBool, Ordering};
 
-use tranche_shim_core::{GpuUuid, Part, paths};
+use tranche_shim_core::{GpuUuid, MessagePart, paths};
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares::{self, Share, refuse_mps};
+use tranche_shim_runtime::container_shares::{self, Share, refuse_mps};
 use tranche_shim_runtime::sys::{self, Errno};
 
 use crate::abi::CUresult;
@@ -18,13 +19,13 @@ use crate::abi::CUresult;
 const PIPES: &CStr = c"CUDA_MPS_PIPE_DIRECTORY";
 const THREADS: &CStr = c"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const MEMORY: &CStr = c"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT";
-/// Lets a program give each context a percentage of its own.
+/// The variable that lets a program give each context its own percentage.
 const BY_CONTEXT: &CStr = c"CUDA_MPS_ENABLE_PER_CTX_DEVICE_MULTIPROCESSOR_PARTITIONING";
 
-/// Whether this process, or the one that it was forked from, has its limits.
+/// Whether the limits were set in this process, or in the one from which it was forked.
 static IS_CLIENT: AtomicBool = AtomicBool::new(false);
 
-/// The concurrent shares of this container, together: one container has one daemon, and a daemon one GPU.
+/// The concurrent shares of this container together: a container has one daemon, and a daemon has one GPU.
 struct Client {
     gpu: GpuUuid,
     threads: u8,
@@ -32,24 +33,25 @@ struct Client {
     memory: u64,
 }
 
-/// Before the driver's `cuInit`: its daemon serves, and its limits are set, if this container has a concurrent share.
+/// Must be called before the driver's `cuInit`. If this container has a concurrent share, checks that the daemon serves,
+/// and sets the limits.
 pub fn prepare() -> Result<(), CUresult> {
-    // The node mounts it, so a container without it has no such share: `check` sees to that.
+    // The node mounts the folder, so a container without it has no such share; `check` verifies that.
     if IS_CLIENT.load(Ordering::Relaxed) || !sys::exists(paths::MPS_PIPES) {
         return Ok(());
     }
     let refused = |Refused| CUresult::NOT_PERMITTED;
     let mut client = None;
-    shares::each(&mut |share| add(&mut client, share)).map_err(refused)?;
+    container_shares::each(&mut |share| add(&mut client, share)).map_err(refused)?;
     let Some(client) = client else {
         return Ok(());
     };
     sys::is_served(paths::MPS_CONTROL).map_err(|Errno(errno)| {
-        let errno = Part::Number(u64::from(errno.unsigned_abs()));
+        let errno = MessagePart::Number(u64::from(errno.unsigned_abs()));
         let Refused = refuse_mps(&[
-            Part::Text("no daemon takes clients at /tmp/nvidia-mps/control (errno "),
+            MessagePart::Text("no daemon takes clients at /tmp/nvidia-mps/control (errno "),
             errno,
-            Part::Text(")"),
+            MessagePart::Text(")"),
         ]);
         CUresult::MPS_CONNECTION_FAILED
     })?;
@@ -63,7 +65,7 @@ pub fn check(share: &Share) -> Result<(), Refused> {
     if share.mps_threads.is_none() || IS_CLIENT.load(Ordering::Relaxed) {
         return Ok(());
     }
-    Err(refuse_mps(&[Part::Text(
+    Err(refuse_mps(&[MessagePart::Text(
         "/tmp/nvidia-mps is missing in a container with a concurrent share",
     )]))
 }
@@ -77,7 +79,7 @@ fn add(client: &mut Option<Client>, share: &Share) -> Result<(), Refused> {
             *client = Some(Client {
                 gpu: share.gpu,
                 threads,
-                // The server counts the context, too, for which the share has room beside its memory.
+                // The server also counts the context, for which the share has room beside its memory.
                 memory: memory.saturating_add(share.context),
             });
             Ok(())
@@ -87,7 +89,7 @@ fn add(client: &mut Option<Client>, share: &Share) -> Result<(), Refused> {
             client.memory = client.memory.saturating_add(memory);
             Ok(())
         }
-        Some(_) => Err(refuse_mps(&[Part::Text(
+        Some(_) => Err(refuse_mps(&[MessagePart::Text(
             "this container has concurrent shares of two GPUs, and a process can be the client of one daemon: give it shares of one \
              GPU",
         )])),
@@ -109,15 +111,15 @@ impl Client {
             (MEMORY, Some(memory.end())),
             (BY_CONTEXT, None),
         ] {
-            // Where the node's variables are unchanged, nothing is written that another thread may read.
+            // If the node's variables are unchanged, nothing is written, because another thread may read them.
             if sys::environment_is(name, value) {
                 continue;
             }
             sys::set_environment(name, value).map_err(|Errno(errno)| {
                 refuse_mps(&[
-                    Part::Text("a limit cannot be set in the environment (errno "),
-                    Part::Number(u64::from(errno.unsigned_abs())),
-                    Part::Text(")"),
+                    MessagePart::Text("a limit cannot be set in the environment (errno "),
+                    MessagePart::Number(u64::from(errno.unsigned_abs())),
+                    MessagePart::Text(")"),
                 ])
             })?;
         }

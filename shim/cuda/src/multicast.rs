@@ -1,7 +1,7 @@
-//! Multicast objects: what is written to one is written to the memory of several devices that is bound to it.
+//! Multicast objects: a write to one is a write to the memory of several devices that is bound to it.
 //!
-//! An object has no memory of its own. It is noted as physical memory of no bytes, with handles, mappings and descriptors
-//! as any; what is bound to it is held until it is unbound, or the object has no use left.
+//! An object has no memory of its own. It is noted as physical memory of 0 bytes, with handles, mappings and descriptors
+//! like any other. Memory that is bound to it is held until it is unbound, or until the object has no use left.
 
 use tranche_shim_core::Physical;
 use tranche_shim_core::physical::Id;
@@ -14,7 +14,7 @@ use crate::vmm::{place_of, with};
 
 /// A new object.
 pub fn create(handle: *const Handle, driver: Call<'_>) -> CUresult {
-    // Joined, or nothing would be noted.
+    // The process must have joined, so that the object is noted.
     if let Err(code) = process::current() {
         return code;
     }
@@ -39,8 +39,8 @@ pub fn bind(object: Handle, offset: usize, memory: Handle, driver: Call<'_>) -> 
     bind_held((object, offset), held, driver)
 }
 
-/// The same with the memory at an address: mapped, or a pool's. Of a pool's memory it is not known what it lies in, so
-/// that all that the pool has is charged once more, as long as it is bound.
+/// The same for the memory at an address, which is mapped or a pool's. It is unknown in which piece of the pool it lies,
+/// so all that the pool has is charged once more while it is bound.
 pub fn bind_address(
     object: Handle,
     offset: usize,
@@ -59,7 +59,7 @@ pub fn bind_address(
     }
 }
 
-/// Binds what is held. Memory goes with the object that it is bound to.
+/// Binds memory that is held. It ends with the object to which it is bound.
 fn bind_held((object, offset): (Handle, usize), held: Option<Id>, driver: Call<'_>) -> CUresult {
     with(
         driver,
@@ -68,7 +68,7 @@ fn bind_held((object, offset): (Handle, usize), held: Option<Id>, driver: Call<'
             Some((bound_at(object, device, offset), physical.id_of(object)))
         },
         |physical, place, done, freed| match (held, place) {
-            // What cannot be noted holds its memory to the end of the process.
+            // If there is no room to note it, the memory stays held until the process ends.
             (Some(held), Some((place, owner))) if done => {
                 let _ = physical.bind(place, held, 0, owner.map_or(0, Id::number), freed);
             }
@@ -91,7 +91,7 @@ pub fn unbind(object: Handle, device: CUdevice, offset: usize, driver: Call<'_>)
     })
 }
 
-/// Several devices bind at the same offset, each its own memory.
+/// A place for a device and an offset: several devices bind their own memory at the same offset.
 fn bound_at(object: Handle, device: u8, offset: usize) -> u64 {
     let mixed = (object.rotate_left(17) ^ u64::from(device)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     place_of((mixed ^ offset as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))

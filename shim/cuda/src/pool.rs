@@ -1,8 +1,8 @@
 //! Memory pools, for stream-ordered allocation.
 //!
-//! A pool takes memory from the device in pieces of its own choice and keeps it, used or not, until it is trimmed. So
-//! what is charged is not what the program allocated but what the pool has reserved, as the driver itself says it
-//! (`CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`): [`crate::source`], [`crate::settle`].
+//! A pool takes memory from the device in steps of its own choice and keeps it, used or not, until it is trimmed. So
+//! not the program's allocations are charged, but what the pool has reserved, as the driver says
+//! (`CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`): [`crate::pool_allocator`], [`crate::settle`].
 
 use tranche_shim_core::Entry;
 
@@ -10,14 +10,14 @@ use crate::abi::{
     CUdevice, CUdeviceptr, CUmemLocation, CUmemPoolProps, CUmemoryPool, CUresult, CUstream,
 };
 use crate::charge::{let_go, note};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::graph;
 use crate::keys::{Kind, key};
+use crate::pool_allocator::PoolAllocator;
 use crate::process::{self, Process};
-use crate::settle::{self, reserve_of};
-use crate::share::Device;
-use crate::source::Source;
+use crate::settle::{self, driver_pool_of};
 use crate::stream::{Stream, relaxed};
 
 /// A stream-ordered allocation: from a pool, or from its device's current pool.
@@ -38,29 +38,29 @@ pub fn allocate(
     if stream.captures() {
         return graph::capture(process, stream, bytes as u64, driver);
     }
-    let before = process.reserves.with(|reserves| reserves.switches);
-    let source = match pool {
-        Some(pool) => source_of(process, pool, stream.handle),
+    let before = process.driver_pools.with(|pools| pools.switches);
+    let allocator = match pool {
+        Some(pool) => allocator_of(process, pool, stream.handle),
         None => current_pool(process, stream.handle),
     };
-    let source = match source {
-        Ok(Some(source)) => source,
+    let allocator = match allocator {
+        Ok(Some(allocator)) => allocator,
         Ok(None) => return driver.make(),
         Err(code) => return code,
     };
-    // SAFETY: frees what the driver has just allocated and nobody has seen, and waits for it.
+    // SAFETY: frees what the driver has just allocated, which nothing else uses, and waits for it.
     let free = || unsafe {
         real!(cuMemFreeAsync: fn(CUdeviceptr, CUstream))(pointer.read(), stream.handle());
         relaxed(|| real!(cuStreamSynchronize: fn(CUstream))(stream.handle()))
     };
-    let result = source.grow(bytes as u64, driver, Call::of(&free));
+    let result = allocator.grow(bytes as u64, driver, Call::of(&free));
     if result.is_ok() {
         // SAFETY: not null, and the driver has just written to it.
         let pointer = unsafe { pointer.read() };
-        note(process, pointer, source.entry(bytes as u64));
+        note(process, pointer, allocator.entry(bytes as u64));
     }
     if pool.is_none() {
-        let now = process.reserves.with(|reserves| reserves.switches);
+        let now = process.driver_pools.with(|pools| pools.switches);
         // It may have come from another pool, if the current pool changed meanwhile.
         if now != before || before % 2 == 1 {
             settle::settle_all(process);
@@ -70,7 +70,10 @@ pub fn allocate(
 }
 
 /// The pool that a stream's device allocates from.
-fn current_pool(process: &'static Process, stream: CUstream) -> Result<Option<Source>, CUresult> {
+fn current_pool(
+    process: &'static Process,
+    stream: CUstream,
+) -> Result<Option<PoolAllocator>, CUresult> {
     let device = process.device_of_stream(stream)?;
     if !device.is_capped() {
         return Ok(None);
@@ -83,15 +86,15 @@ fn current_pool(process: &'static Process, stream: CUstream) -> Result<Option<So
     if !result.is_ok() {
         return Err(result);
     }
-    source_of(process, pool, stream)
+    allocator_of(process, pool, stream)
 }
 
-/// The reserve that a pool's memory is charged to; `None` for a pool whose memory has no cap.
-fn source_of(
+/// The allocator of a pool; `None` for a pool whose memory has no cap.
+fn allocator_of(
     process: &'static Process,
     pool: CUmemoryPool,
     stream: CUstream,
-) -> Result<Option<Source>, CUresult> {
+) -> Result<Option<PoolAllocator>, CUresult> {
     let noted = process.pointers.get(pool_key(pool));
     let device = match noted {
         Some(noted) => process.device_numbered(noted.device),
@@ -103,12 +106,12 @@ fn source_of(
     let Some(device) = device.filter(|device| device.is_capped()) else {
         return Ok(None);
     };
-    if let Some(place) = noted.and_then(reserve_of) {
-        return Source::at(process, device, Some(place)).map(Some);
+    if let Some(place) = noted.and_then(driver_pool_of) {
+        return PoolAllocator::at(process, device, Some(place)).map(Some);
     }
-    let source = Source::pool(process, device, pool)?;
-    let _ = process.pointers.put(pool_key(pool), source.own_entry());
-    Ok(Some(source))
+    let allocator = PoolAllocator::pool(process, device, pool)?;
+    let _ = process.pointers.put(pool_key(pool), allocator.own_entry());
+    Ok(Some(allocator))
 }
 
 /// Notes where a new pool's memory lies.
@@ -129,7 +132,7 @@ pub fn make(
     result
 }
 
-/// Notes where the memory of a pool lies whose properties the driver has returned.
+/// Notes where a pool's memory lies, from the properties that the driver has returned.
 pub fn get(pool: *mut CUmemoryPool, location: *const CUmemLocation, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if result.is_ok() {
@@ -150,10 +153,10 @@ fn locate(pool: CUmemoryPool, location: CUmemLocation) {
     let device = match location.device() {
         Some(handle) => process.device(handle).map(|device| device.number),
         None if location.is_host() => None,
-        // Nowhere in particular (managed memory): where the process allocates.
+        // No particular device (managed memory): the current one.
         None => process.current_device().ok().map(|device| device.number),
     };
-    // The table is full: the pool is treated as one of its stream's device.
+    // If the table is full, the pool is treated as one of its stream's device.
     let _ = process.pointers.put(
         pool_key(pool),
         Entry {
@@ -164,24 +167,23 @@ fn locate(pool: CUmemoryPool, location: CUmemLocation) {
     );
 }
 
-/// A descriptor by which other processes open a pool. What the pool has when it is destroyed stays charged until that
-/// is closed.
+/// Exports a pool by a descriptor. What the pool has when it is destroyed stays charged until the descriptor is closed.
 pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
         Err(code) => return code,
     };
-    let source = match source_of(process, pool, 0) {
-        Ok(Some(source)) if kind == FILE_DESCRIPTOR => source,
+    let allocator = match allocator_of(process, pool, 0) {
+        Ok(Some(allocator)) if kind == FILE_DESCRIPTOR => allocator,
         Ok(_) => return driver.make(),
         Err(code) => return code,
     };
-    let Some(held) = source.hold_exported() else {
+    let Some(held) = allocator.hold_exported() else {
         return CUresult::OUT_OF_MEMORY;
     };
     let result = driver.make();
     if result.is_ok() {
-        // SAFETY: the driver has just written a descriptor, which it does not to null.
+        // SAFETY: the call succeeded, so the pointer is not null and has a descriptor.
         exports::add(process, unsafe { descriptor.read_unaligned() }, held);
     } else {
         let_go(process, held);
@@ -189,14 +191,14 @@ pub fn export(descriptor: *const i32, pool: CUmemoryPool, kind: u32, driver: Cal
     result
 }
 
-/// The end of a pool. Its allocations stay, and so does their charge.
+/// Destroys a pool. Its allocations stay, and stay charged.
 pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // Before the driver may hand the handle out again.
+    // Taken out before the driver may reuse the handle.
     let taken = process.pointers.take(pool_key(pool));
-    let result = match taken.and_then(reserve_of) {
+    let result = match taken.and_then(driver_pool_of) {
         Some(place) => settle::end_pool(process, place, driver),
         None => driver.make(),
     };
@@ -208,15 +210,15 @@ pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Another pool becomes a device's current one.
+/// Makes another pool a device's current one.
 pub fn switch(driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // An allocation under way sees an odd number, or that the number changed.
-    process.reserves.with(|reserves| reserves.switches += 1);
+    // A concurrent allocation sees an odd number, or that the number has changed.
+    process.driver_pools.with(|pools| pools.switches += 1);
     let result = driver.make();
-    process.reserves.with(|reserves| reserves.switches += 1);
+    process.driver_pools.with(|pools| pools.switches += 1);
     result
 }
 

@@ -1,11 +1,10 @@
 //! This process in its shares.
 //!
-//! All that is the process's own lies in one private mapping that the kernel wipes in the child of a
-//! fork. So a child starts as if it had never called CUDA: no slot, no charge, no pointer of its
-//! parent's; it joins anew at its first call that needs a share. Of its parent's slots it has the
-//! descriptors, as it has the driver's: when the parent has ended, what it was charged stays charged
-//! until the child has closed them, which is when the driver frees it. After `exec` nothing is left of
-//! either.
+//! The process's state lies in one private mapping that the kernel wipes in a forked child. So a child
+//! starts as if it had never called CUDA, without its parent's slots, charges and pointers, and joins at its
+//! first call that needs a share. It inherits the descriptors of its parent's slots, as it inherits the
+//! driver's: after the parent has ended, its charge stays until the child has closed them, which is when the
+//! driver frees the memory. `exec` closes both.
 
 use core::cell::UnsafeCell;
 use core::mem::MaybeUninit;
@@ -15,46 +14,46 @@ use core::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering};
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_core::{Blocks, GpuUuid, Physical, Table};
 use tranche_shim_runtime::complain::Refused;
+use tranche_shim_runtime::container_shares::{self, Share};
 use tranche_shim_runtime::lock::Guarded;
-use tranche_shim_runtime::shares::{self, Share};
 use tranche_shim_runtime::sys::{self, NotMapped};
 
 use crate::abi::{CUdevice, CUresult, CUstream, CUuuid};
 use crate::contexts::Contexts;
+use crate::device::{self, Device, JoinedShare, Residence};
 use crate::driver::{Call, real};
+use crate::driver_pools::DriverPools;
 use crate::fitting::Fitting;
 use crate::launches::Launches;
 use crate::mps;
-use crate::reserves::Reserves;
-use crate::share::{self, Device, Held, Residence};
 use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
 
-/// What this process has of its shares. The order matters: what every process touches lies together.
+/// The state of this process. The order of the fields matters: the parts that every process uses are adjacent.
 #[repr(C)]
 pub struct Process {
     state: AtomicU32,
     joined: UnsafeCell<Joined>,
-    /// Its device pointers, and the handles of what else was charged (see [`crate::keys`]).
+    /// Its device pointers, and the handles of other charged memory (see [`crate::keys`]).
     pub pointers: Table,
     pub launches: Launches,
-    /// The kernels that have local memory.
+    /// The kernels whose local memory is charged.
     pub fitting: Fitting,
-    /// Where its small allocations lie.
+    /// The blocks of its small allocations.
     pub blocks: Blocks,
     /// The physical memory that it created.
     pub physical: Guarded<Physical>,
-    /// Whether any of it was exported by a descriptor.
+    /// Whether it ever exported memory by a descriptor.
     pub has_exports: AtomicBool,
-    /// What the driver keeps for its pools and graphs.
-    pub reserves: Guarded<Reserves>,
-    /// Whether there are any that the driver can be asked about: pools or graphs.
-    pub has_reserves: AtomicBool,
+    /// The memory that the driver keeps for its pools, graphs and modules.
+    pub driver_pools: Guarded<DriverPools>,
+    /// Whether the driver can be asked about any of them: pools or graphs.
+    pub has_driver_pools: AtomicBool,
     pub contexts: Contexts,
-    /// Held while something is reserved from several shares, or given back to them.
+    /// Locked while memory is reserved from several shares, or given back to them.
     pub dividing: Guarded<()>,
 }
 
-// The kernel's zeros, for a new mapping and after a fork.
+// Zero, as in a new mapping and after a fork.
 const NOT_JOINED: u32 = 0;
 const JOINING: u32 = 1;
 const JOINED: u32 = 2;
@@ -74,13 +73,13 @@ struct Joined {
     device_count: usize,
     share_count: usize,
     devices: [Device; MAX_SHARES],
-    shares: [MaybeUninit<Held>; MAX_SHARES],
+    shares: [MaybeUninit<JoinedShare>; MAX_SHARES],
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
 
-/// `cuInit`: first the driver's, which takes nothing of a GPU, then the process joins its shares, without which it can
-/// take nothing. What the driver reads of a concurrent share is set before.
+/// `cuInit`: calls the driver's, which takes no memory on a GPU. Then the process joins its shares; without that, later
+/// calls are refused. The environment that the driver reads for a share with MPS is set before.
 pub fn initialise(driver: Call<'_>) -> CUresult {
     if let Err(code) = mps::prepare() {
         return code;
@@ -90,7 +89,7 @@ pub fn initialise(driver: Call<'_>) -> CUresult {
         return result;
     }
     if let Some(process) = existing() {
-        // The program calls cuInit again after an error: its cause may be gone.
+        // The program may call cuInit again after an error whose cause is gone.
         let _ = process.state.compare_exchange(
             REFUSED,
             NOT_JOINED,
@@ -104,7 +103,7 @@ pub fn initialise(driver: Call<'_>) -> CUresult {
     }
 }
 
-/// The process, joined; joins it if need be.
+/// The process, after it has joined its shares.
 #[inline]
 pub fn current() -> Result<&'static Process, CUresult> {
     match existing() {
@@ -113,7 +112,7 @@ pub fn current() -> Result<&'static Process, CUresult> {
     }
 }
 
-/// The process if it has joined; before that it has no pointers.
+/// The process if it has joined. Before that it has no pointers.
 #[inline]
 pub fn joined() -> Option<&'static Process> {
     existing().filter(|process| process.state.load(Ordering::Acquire) == JOINED)
@@ -130,14 +129,14 @@ fn existing() -> Option<&'static Process> {
 fn join() -> Result<&'static Process, CUresult> {
     let process = match existing() {
         Some(process) => process,
-        None => map().map_err(|why| code_of(shares::refuse_memory(why)))?,
+        None => map().map_err(|why| code_of(container_shares::refuse_memory(why)))?,
     };
     let state = &process.state;
     if state.load(Ordering::Acquire) == REFUSED {
         return Err(CUresult::NOT_PERMITTED);
     }
-    // First, and by every thread that comes: while others wait for this one, the driver is not called, since a tool's
-    // callback in it may come back to here.
+    // Every thread asks the driver first: the driver must not be called while other threads wait for this one, because a
+    // tool's callback in it may call this function.
     let visible = Visible::ask()?;
     loop {
         match state.compare_exchange(NOT_JOINED, JOINING, Ordering::Acquire, Ordering::Acquire) {
@@ -163,17 +162,17 @@ fn join() -> Result<&'static Process, CUresult> {
     }
 }
 
-/// Maps a process that has not joined.
+/// Maps the state of a process that has not joined.
 fn map() -> Result<&'static Process, NotMapped> {
     let mapping = sys::map_private(size_of::<Process>())?;
     let fresh = mapping.start.as_ptr().cast::<Process>();
     match PROCESS.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: a mapping of the right size, page-aligned, whose zeros are a `Process` that has
         // not joined: `joined` is not read in that state, and zeros are an empty table, no blocks, no
-        // physical memory, no reserves, no launches, no kernels and free locks.
+        // physical memory, no pools, no launches, no kernels and free locks.
         Ok(_) => Ok(unsafe { &*fresh }),
         Err(other) => {
-            // SAFETY: nobody has seen this one.
+            // SAFETY: nothing else uses this one.
             unsafe { sys::unmap(mapping) };
             // SAFETY: as above, of the thread that was first.
             Ok(unsafe { &*other })
@@ -210,7 +209,7 @@ impl Visible {
             let place = visible
                 .devices
                 .get_mut(number)
-                .ok_or_else(|| code_of(shares::refuse_too_many()))?;
+                .ok_or_else(|| code_of(container_shares::refuse_too_many()))?;
             place.write(Device::new(
                 handle,
                 gpu,
@@ -235,11 +234,11 @@ impl Joined {
         for (place, device) in self.devices.iter_mut().zip(visible.devices()) {
             *place = *device;
         }
-        shares::each(&mut |share| self.add(share))?;
-        let is_unknown = |device: &&Device| device.kind == share::Kind::Unknown;
+        container_shares::each(&mut |share| self.add(share))?;
+        let is_unknown = |device: &&Device| device.kind == device::Kind::Unknown;
         if let Some(device) = self.devices().iter().find(is_unknown) {
-            // Fails closed: a GPU that nobody gave this container.
-            return Err(shares::refuse_gpu(device.gpu));
+            // Fails closed: this container was not given this GPU.
+            return Err(container_shares::refuse_gpu(device.gpu));
         }
         let moves = |it: &Device| it.is_capped() && it.residence == Residence::Movable;
         self.is_oversubscribed = self.devices().iter().any(moves);
@@ -257,21 +256,21 @@ impl Joined {
         mps::check(share)?;
         device.add_residence(share)?;
         match share.limit {
-            None => device.kind = share::Kind::Uncapped,
+            None => device.kind = device::Kind::Uncapped,
             Some(limit) => {
                 let place = self
                     .shares
                     .get_mut(self.share_count)
-                    .ok_or_else(shares::refuse_too_many)?;
-                // Of several shares of one GPU, the first has the context that is beside their memory.
+                    .ok_or_else(container_shares::refuse_too_many)?;
+                // Of several shares of one GPU, only the first has room for a context beside its memory.
                 let context = if device.shares == 0 { share.context } else { 0 };
-                place.write(Held::take(share, limit, context)?);
+                place.write(JoinedShare::take(share, limit, context)?);
                 device.add_cores(share.cores);
                 device.context = device.context.max(share.context);
                 device.shares |= 1 << self.share_count;
                 self.share_count += 1;
-                if device.kind == share::Kind::Unknown {
-                    device.kind = share::Kind::Capped;
+                if device.kind == device::Kind::Unknown {
+                    device.kind = device::Kind::Capped;
                 }
             }
         }
@@ -283,7 +282,7 @@ impl Joined {
         let count = core::mem::take(&mut self.share_count);
         for place in self.shares.iter().take(count) {
             // SAFETY: those before `share_count` were written, and are read for the last time. The
-            // process has not joined, so that nobody knows of them.
+            // process has not joined, so nothing else uses them.
             unsafe { place.assume_init_read().leave() };
         }
     }
@@ -292,7 +291,7 @@ impl Joined {
         self.devices.get(..self.device_count).unwrap_or(&[])
     }
 
-    fn share(&self, number: usize) -> Option<&Held> {
+    fn share(&self, number: usize) -> Option<&JoinedShare> {
         let place = self.shares.get(..self.share_count)?.get(number)?;
         // SAFETY: those before `share_count` are written.
         Some(unsafe { place.assume_init_ref() })
@@ -302,13 +301,13 @@ impl Joined {
 impl Process {
     #[inline]
     fn joined(&self) -> &Joined {
-        // SAFETY: a `Process` is handed out as joined only, and then nobody writes to it.
+        // SAFETY: a `Process` is handed out only after it has joined, and then it is not written to.
         unsafe { &*self.joined.get() }
     }
 
-    /// The device and the share of a process that has one of each, as most have.
+    /// The device and the share of a process that has one of each, as most processes have.
     #[inline]
-    pub fn sole(&self) -> Option<(&Device, &Held)> {
+    pub fn sole(&self) -> Option<(&Device, &JoinedShare)> {
         let joined = self.joined();
         // SAFETY: `make` found that its only device has the first share, which is written then.
         let share = || unsafe { joined.shares[0].assume_init_ref() };
@@ -347,7 +346,7 @@ impl Process {
         }
     }
 
-    /// The device of a process that sees only one, which then is the device of every context.
+    /// The device of a process that sees only one. Then it is the device of every context.
     #[inline]
     pub fn only_device(&self) -> Option<&Device> {
         match self.joined().devices() {
@@ -368,7 +367,7 @@ impl Process {
         }
     }
 
-    /// Whether all memory of the process lies on one device, whatever the context.
+    /// Whether the process has only one device.
     pub fn has_one_device(&self) -> bool {
         self.joined().device_count == 1
     }
@@ -412,9 +411,9 @@ impl Process {
         self.joined().devices().get(usize::from(number))
     }
 
-    /// The share of a device on which only one lies.
+    /// The share of a device that has only one.
     #[inline]
-    pub fn only_share(&self, device: &Device) -> Option<&Held> {
+    pub fn only_share(&self, device: &Device) -> Option<&JoinedShare> {
         match self.sole() {
             Some((_, share)) => Some(share),
             None => self.only_share_of(device),
@@ -422,14 +421,17 @@ impl Process {
     }
 
     #[inline(never)]
-    fn only_share_of(&self, device: &Device) -> Option<&Held> {
+    fn only_share_of(&self, device: &Device) -> Option<&JoinedShare> {
         let number = device.shares.trailing_zeros() as usize;
         let is_only = device.shares.is_power_of_two();
         is_only.then(|| self.joined().share(number))?
     }
 
-    /// The shares that lie on a device.
-    pub fn shares<'a>(&'a self, device: &Device) -> impl Iterator<Item = &'a Held> + use<'a> {
+    /// The shares of a device.
+    pub fn shares<'a>(
+        &'a self,
+        device: &Device,
+    ) -> impl Iterator<Item = &'a JoinedShare> + use<'a> {
         let mut rest = device.shares;
         core::iter::from_fn(move || {
             let next = usize::try_from(rest.trailing_zeros()).ok()?;
@@ -439,8 +441,8 @@ impl Process {
     }
 }
 
-/// The handle and UUID of the device `ordinal`. A MIG device has a UUID of its own, which only the
-/// newer function tells.
+/// The handle and UUID of the device `ordinal`. A MIG device has its own UUID, which only the
+/// newer function returns.
 #[inline(never)]
 fn identify(ordinal: i32) -> Result<(CUdevice, GpuUuid), CUresult> {
     let (mut handle, mut uuid) = (0, CUuuid::default());

@@ -1,16 +1,16 @@
 //! `cuGetProcAddress`, in both its forms.
 //!
-//! The driver answers first, for the version and flags that are asked for, with its own errors and statuses. If its
-//! answer is a function that the shim has a twin of, the twin takes its place. So version (`_v2`) and stream semantics
-//! (`_ptsz`) are exact by construction, also for later versions.
+//! The driver answers first, for the requested version and flags, with its own errors and statuses. If its answer is a
+//! function of which the shim has a twin, the twin takes its place. So version (`_v2`) and stream semantics (`_ptsz`)
+//! are exact by construction, also for later versions.
 //!
-//! One case cannot be mapped: a new variant, with unknown arguments, of a function that must not be passed on. It is
-//! refused as not found, and one line on stderr says so.
+//! One case cannot be mapped: a new variant, with unknown arguments, of a function that the shim handles. It is refused
+//! as not found, and one line on stderr says so.
 
 use core::ffi::{CStr, c_char, c_int};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use tranche_shim_core::Part;
+use tranche_shim_core::MessagePart;
 use tranche_shim_runtime::complain::refuse;
 
 use crate::abi::{CUresult, Function};
@@ -19,7 +19,7 @@ use crate::driver::{self, Call, HANDLED_NAMES, PASSING, SYMBOLS, index};
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
 const SYMBOL_NOT_FOUND: c_int = 1;
 
-/// The driver's answer, and ours in its place. `status` may be null.
+/// Replaces the driver's answer by our twin. `status` may be null.
 pub fn ours(
     symbol: *const c_char,
     function: *mut Function,
@@ -46,9 +46,9 @@ pub fn ours(
         return result;
     }
     let _ = refuse(&[&[
-        Part::Text("this driver has a variant of "),
-        Part::Text(name.to_str().unwrap_or("a function")),
-        Part::Text(
+        MessagePart::Text("this driver has a variant of "),
+        MessagePart::Text(name.to_str().unwrap_or("a function")),
+        MessagePart::Text(
             " that this release of Tranche does not know; it is refused, since it would escape the cap: use a newer release",
         ),
     ]]);
@@ -62,15 +62,15 @@ pub fn ours(
     CUresult::NOT_FOUND
 }
 
-/// As the build script hashes the names without suffix.
+/// The hash that the build script uses for names without suffix.
 fn hash(name: &CStr) -> u32 {
     name.to_bytes().iter().fold(0x811c_9dc5, |hash, &byte| {
         (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
     })
 }
 
-/// Real functions by address, each with the number of our twin above 48 bits; 0 is free. Filled once,
-/// by however many threads: all write the same.
+/// Real functions by address, each with the number of our twin above 48 bits; 0 means free. It is filled
+/// once; if several threads fill it, all write the same values.
 static TWINS: [AtomicU64; TWINS_LEN] = [const { AtomicU64::new(0) }; TWINS_LEN];
 static FILLED: AtomicBool = AtomicBool::new(false);
 
@@ -116,8 +116,8 @@ fn fill() {
     FILLED.store(true, Ordering::Release);
 }
 
-/// Where a function is looked for, in order. By its place in the driver's library, not in memory, so that a
-/// look-up takes the same in every process.
+/// The places where a function is searched, in order. They depend on its offset in the driver's library, not on its
+/// address, so that a look-up takes the same time in every process.
 fn places(address: u64) -> impl Iterator<Item = usize> {
     let offset = address.wrapping_sub(driver::address(index::cuInit) as u64);
     let hash = offset.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - TWINS_LEN.ilog2());

@@ -1,22 +1,23 @@
 //! Asks the driver what it keeps for pools, graphs and modules, and sets their charges to that.
 //!
-//! The list is locked while it is read or written, never while the driver is called; [`tranche_shim_core::kept`] says
-//! how an answer of the driver is noted in spite of that. What a pool gave back to the device is noticed when the
-//! process allocates, frees, synchronises, asks for the free memory, or would be refused.
+//! The list of pools is locked while it is read or written, but never while the driver is called;
+//! [`tranche_shim_core::pool_charge`] describes how an answer of the driver is noted in spite of that. What a pool gave
+//! back to the device is noticed when the process allocates, frees, synchronizes, queries the free memory, or would be
+//! refused.
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::kept::{Answer, Outdated, Version};
 use tranche_shim_core::physical::Id;
-use tranche_shim_core::{Entry, Kept};
+use tranche_shim_core::pool_charge::{DriverAnswer, Outdated, Version};
+use tranche_shim_core::{Entry, PoolCharge};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdevice, CUmemoryPool, CUresult};
+use crate::device::{Device, Residence};
 use crate::driver::{Call, real};
+use crate::driver_pools::{DriverPool, MOST, State};
 use crate::exports;
 use crate::process::{self, Process};
-use crate::reserves::{MOST, Reserve, State};
-use crate::share::{Device, Residence};
 use crate::stream::relaxed;
 
 /// The numbers of the attributes that say how much is reserved, and how much of that is used.
@@ -25,18 +26,18 @@ const POOL_USED: u32 = 7;
 const GRAPHS_USED: u32 = 0;
 const GRAPHS_RESERVED: u32 = 2;
 
-/// How often the driver is asked until its answer is not outdated when it is noted.
+/// How often the driver is asked while its answers are outdated.
 const TRIES: usize = 64;
 
-/// How many reserves are settled in a call at which the driver may give memory back. It is bounded so that the call
-/// does not take longer where there are more of them.
+/// How many pools are settled in a call at which the driver may give memory back. The number is bounded so that such a
+/// call takes no longer with more pools.
 const IN_TURN: usize = 4;
 
-/// How long the end of a pool waits for other threads' calls that name it, in nanoseconds.
+/// How long the destruction of a pool waits for other threads' calls that use it, in nanoseconds.
 const WAIT_NANOS: u64 = 1_000_000_000;
 const NAP_NANOS: u64 = 20_000;
 
-/// A reserve, while the driver is asked about it: its pool is not destroyed meanwhile.
+/// A query of the driver about a pool. The pool is not destroyed meanwhile.
 pub struct Query<'a> {
     process: &'a Process,
     pub device: &'a Device,
@@ -48,25 +49,25 @@ pub struct Query<'a> {
 
 impl<'a> Query<'a> {
     pub fn begin(process: &'a Process, place: usize) -> Option<Self> {
-        process.reserves.with(|reserves| {
-            let reserve = reserves.get(place)?;
-            if matches!(reserve.state, State::None | State::Ending | State::Ended) {
+        process.driver_pools.with(|pools| {
+            let pool = pools.get(place)?;
+            if matches!(pool.state, State::None | State::Ending | State::Ended) {
                 return None;
             }
-            let device = process.device_numbered(reserve.device)?;
-            reserve.calls += 1;
+            let device = process.device_numbered(pool.device)?;
+            pool.calls += 1;
             Some(Self {
                 process,
                 device,
                 place,
-                state: reserve.state,
-                pool: reserve.pool,
-                version: reserve.kept.version(),
+                state: pool.state,
+                pool: pool.handle,
+                version: pool.charge.version(),
             })
         })
     }
 
-    /// Bytes that the driver has for it; `None` where it does not say.
+    /// Bytes that the driver has for the pool; `None` if the driver does not say.
     pub fn ask(&self) -> Option<u64> {
         match self.state {
             State::Pool => pool_attribute(self.pool, POOL_RESERVED),
@@ -75,7 +76,7 @@ impl<'a> Query<'a> {
         }
     }
 
-    /// Bytes that the driver has for it, and how many of them are in use; `None` where it does not say.
+    /// Bytes that the driver has for the pool, and how many of them are in use; `None` if the driver does not say.
     pub fn ask_both(&self) -> Option<(u64, u64)> {
         let used = match self.state {
             State::Pool => pool_attribute(self.pool, POOL_USED),
@@ -85,13 +86,13 @@ impl<'a> Query<'a> {
         self.ask().zip(used)
     }
 
-    /// Whether a pool has so many bytes that it does not use, as the driver says.
+    /// Whether the pool has at least `bytes` unused bytes, as the driver says.
     pub fn has_unused(&self, bytes: u64) -> bool {
         let unused = |(reserved, used): (u64, u64)| reserved.saturating_sub(used) >= bytes;
         self.state == State::Pool && self.ask_both().is_some_and(unused)
     }
 
-    /// Makes the driver give back what is not in use, but for `keep` bytes.
+    /// Makes the driver give back what is not in use, except for `keep` bytes.
     fn trim(&self, keep: u64) {
         if self.state == State::Graphs {
             // SAFETY: only a device.
@@ -101,15 +102,15 @@ impl<'a> Query<'a> {
         }
     }
 
-    /// Ends it with a note in the books.
-    pub fn end<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {
-        self.process.reserves.with(|reserves| {
-            let reserve = reserves.get(self.place)?;
-            if reserve.pool != self.pool {
+    /// Ends the query, and changes the pool's charge.
+    pub fn end<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
+        self.process.driver_pools.with(|pools| {
+            let pool = pools.get(self.place)?;
+            if pool.handle != self.pool {
                 return None;
             }
-            reserve.calls = reserve.calls.saturating_sub(1);
-            Some(note(&mut reserve.kept))
+            pool.calls = pool.calls.saturating_sub(1);
+            Some(note(&mut pool.charge))
         })
     }
 }
@@ -146,26 +147,26 @@ fn trim_pool(pool: CUmemoryPool, keep: u64) {
     unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(pool, keep) };
 }
 
-/// Asks the driver what a reserve has and notes it, again where the answer is outdated; `None` where that never ends, or
-/// there is no such reserve.
+/// Asks the driver what a pool has and notes it, and repeats this while the answer is outdated; `None` if all answers
+/// are outdated, or if there is no such pool.
 pub fn ask_until_noted<R>(
     process: &Process,
     place: usize,
-    mut note: impl FnMut(&mut Kept, &Device, Answer) -> Result<R, Outdated>,
+    mut note: impl FnMut(&mut PoolCharge, &Device, DriverAnswer) -> Result<R, Outdated>,
 ) -> Option<R> {
     for _ in 0..TRIES {
         let query = Query::begin(process, place)?;
         let (device, seen) = (query.device, query.version);
         let asked = query.ask();
-        let noted = query.end(|kept| {
-            // Where the driver does not say, it has all that was charged.
-            let now = asked.unwrap_or(kept.covered()).max(kept.floor());
-            let found = Answer {
+        let noted = query.end(|charge| {
+            // If the driver does not say, it is assumed to have all that was charged.
+            let now = asked.unwrap_or(charge.covered()).max(charge.floor());
+            let found = DriverAnswer {
                 seen,
                 now: device.taken_by(now),
-                least: device.taken_by(kept.least()),
+                least: device.taken_by(charge.least()),
             };
-            note(kept, device, found)
+            note(charge, device, found)
         })?;
         if let Ok(done) = noted {
             return Some(done);
@@ -174,14 +175,15 @@ pub fn ask_until_noted<R>(
     None
 }
 
-/// Brings a charge to what the driver has.
+/// Sets a pool's charge to what the driver has for it.
 pub fn settle(process: &Process, place: usize) {
-    let settled = ask_until_noted(process, place, |kept, device, found| {
+    let settled = ask_until_noted(process, place, |charge, device, found| {
         let reserve = |more| {
             let granted = process.reserve_in_parts(device, Residence::Gpu, 0, more);
             granted.unwrap_or(0)
         };
-        kept.settle(found, reserve)
+        charge
+            .settle(found, reserve)
             .map(|surplus| (device.number, surplus))
     });
     if let Some((device, surplus)) = settled {
@@ -206,15 +208,15 @@ pub fn settle_after(driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Settles those whose turn it is.
+/// Settles the next pools in turn.
 pub fn settle_some(process: &Process) {
-    if !process.has_reserves.load(Ordering::Relaxed) {
+    if !process.has_driver_pools.load(Ordering::Relaxed) {
         return;
     }
     let mut first = None;
     for _ in 0..IN_TURN {
-        let next = process.reserves.with(|reserves| {
-            let next = reserves.next_in_turn()?;
+        let next = process.driver_pools.with(|pools| {
+            let next = pools.next_in_turn()?;
             (first != Some(next)).then_some(next)
         });
         let Some(place) = next else {
@@ -225,21 +227,21 @@ pub fn settle_some(process: &Process) {
     }
 }
 
-/// Settles all.
+/// Settles all pools.
 pub fn settle_all(process: &Process) {
-    if process.has_reserves.load(Ordering::Relaxed) {
-        for place in process.reserves.with(|reserves| reserves.places()) {
+    if process.has_driver_pools.load(Ordering::Relaxed) {
+        for place in process.driver_pools.with(|pools| pools.places()) {
             settle(process, place);
         }
     }
 }
 
-/// Waits until stream-ordered frees that are pending have been done, as the driver does before it reports out of
-/// memory; whether there were any pools to wait for.
+/// Waits until pending stream-ordered frees are done, as the driver does before it reports out of memory; returns whether
+/// there was any pool to wait for.
 #[cold]
 #[inline(never)]
 pub fn wait_for_frees(process: &Process) -> bool {
-    if !process.has_reserves.load(Ordering::Relaxed)
+    if !process.has_driver_pools.load(Ordering::Relaxed)
         || process.launches.captures.load(Ordering::Relaxed) != 0
     {
         return false;
@@ -250,15 +252,15 @@ pub fn wait_for_frees(process: &Process) -> bool {
     true
 }
 
-/// Makes room of `bytes` on a device with what this process's pools keep and do not use; whether there was any.
+/// Trims this process's pools on a device by up to `bytes`; returns whether anything was given back.
 #[cold]
 #[inline(never)]
 pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
-    if !process.has_reserves.load(Ordering::Relaxed) {
+    if !process.has_driver_pools.load(Ordering::Relaxed) {
         return false;
     }
     let mut missing = bytes;
-    for place in process.reserves.with(|reserves| reserves.places()) {
+    for place in process.driver_pools.with(|pools| pools.places()) {
         if missing == 0 {
             break;
         }
@@ -274,28 +276,28 @@ pub fn trim(process: &Process, device: &Device, bytes: u64) -> bool {
     missing < bytes
 }
 
-/// Trims a reserve by `bytes`; returns by how much less it is charged.
+/// Trims a pool by `bytes`; returns by how much its charge fell.
 pub fn trim_one(process: &Process, place: usize, query: Query<'_>, bytes: u64) -> u64 {
-    let begun = process.reserves.with(|reserves| {
-        let kept = &mut reserves.get(place)?.kept;
-        let before = kept.charged();
-        (before > 0).then(|| (before, kept.begin_trim(bytes)))
+    let begun = process.driver_pools.with(|pools| {
+        let charge = &mut pools.get(place)?.charge;
+        let before = charge.charged();
+        (before > 0).then(|| (before, charge.begin_trim(bytes)))
     });
     let Some((before, keep)) = begun else {
         query.end(|_| ());
         return 0;
     };
     query.trim(keep);
-    query.end(Kept::end_trim);
+    query.end(PoolCharge::end_trim);
     settle(process, place);
     let after = process
-        .reserves
-        .with(|reserves| reserves.get(place).map_or(0, |found| found.kept.charged()));
+        .driver_pools
+        .with(|pools| pools.get(place).map_or(0, |found| found.charge.charged()));
     before.saturating_sub(after)
 }
 
-/// A table's entry for an allocation of `bytes` (whole blocks) of a reserve: where in the list that is, instead of a
-/// context.
+/// A table's entry for an allocation of `bytes` (whole blocks) from a pool: it has the pool's place in the list instead
+/// of a context.
 pub fn entry(device: u8, place: usize, bytes: u64) -> Entry {
     Entry {
         bytes,
@@ -304,23 +306,23 @@ pub fn entry(device: u8, place: usize, bytes: u64) -> Entry {
     }
 }
 
-/// The reserve that an entry is of. No context's handle is that small.
-pub fn reserve_of(entry: Entry) -> Option<usize> {
+/// The place of the pool from which an entry was allocated. No context's handle is that small.
+pub fn driver_pool_of(entry: Entry) -> Option<usize> {
     let place = usize::try_from(entry.context).ok()?.checked_sub(1)?;
     (place < MOST).then_some(place)
 }
 
-/// An allocation of a reserve was freed.
+/// Notes that an allocation from a pool was freed.
 #[cold]
 #[inline(never)]
 pub fn freed(process: &Process, place: usize, bytes: u64) {
-    let ended = process.reserves.with(|reserves| {
-        let reserve = reserves.get(place)?;
-        reserve.kept.free(bytes);
-        let is_over = reserve.state == State::Ended && reserve.kept.live() == 0;
-        let over = is_over.then_some(*reserve);
+    let ended = process.driver_pools.with(|pools| {
+        let pool = pools.get(place)?;
+        pool.charge.free(bytes);
+        let is_over = pool.state == State::Ended && pool.charge.live() == 0;
+        let over = is_over.then_some(*pool);
         if is_over {
-            reserves.remove(place);
+            pools.remove(place);
         }
         over
     });
@@ -330,30 +332,30 @@ pub fn freed(process: &Process, place: usize, bytes: u64) {
     }
 }
 
-/// A device's modules or graphs need `bytes` less from now on.
+/// Lowers the floor of a device's modules or graphs by `bytes`.
 pub fn lower_floor(process: &Process, state: State, device: &Device, bytes: u64) {
     let place = process
-        .reserves
-        .with(|reserves| reserves.of_device(state, device.number));
+        .driver_pools
+        .with(|pools| pools.of_device(state, device.number));
     if let Some(place) = place {
         lower_floor_at(process, place, bytes);
     }
 }
 
-/// The same of the reserve at a place.
+/// The same for the pool at a place.
 pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
-    process.reserves.with(|reserves| {
-        if let Some(reserve) = reserves.get(place) {
-            reserve.kept.lower_floor(bytes);
+    process.driver_pools.with(|pools| {
+        if let Some(pool) = pools.get(place) {
+            pool.charge.lower_floor(bytes);
         }
     });
     settle(process, place);
 }
 
-/// Destroys a pool, if `driver` does. Its allocations stay, and so does their charge.
+/// Calls `driver` to destroy a pool. Its allocations stay, and stay charged.
 pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     if let Some(query) = Query::begin(process, place) {
-        // What is unused would be gone in any case.
+        // The unused memory would be given back in any case.
         trim_one(process, place, query, u64::MAX);
     }
     set_state(process, place, State::Ending);
@@ -367,14 +369,14 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
         set_state(process, place, State::Pool);
         return result;
     }
-    let ended = process.reserves.with(|reserves| {
-        let reserve = reserves.get(place)?;
-        let ended = *reserve;
-        if ended.kept.live() > 0 {
-            reserve.state = State::Ended;
+    let ended = process.driver_pools.with(|pools| {
+        let pool = pools.get(place)?;
+        let ended = *pool;
+        if ended.charge.live() > 0 {
+            pool.state = State::Ended;
             return None;
         }
-        reserves.remove(place);
+        pools.remove(place);
         Some(ended)
     });
     if let Some(ended) = ended {
@@ -383,9 +385,10 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Returns the charge of a pool that has ended; that of what its descriptors keep is returned when they are closed.
-fn give_up(process: &Process, ended: &Reserve) {
-    let charged = ended.kept.covered();
+/// Gives back the charge of a pool that has ended. If descriptors keep its memory, the charge is given back when they are
+/// closed.
+fn give_up(process: &Process, ended: &DriverPool) {
+    let charged = ended.charge.covered();
     let Some(exported) = ended.exported else {
         release(process, ended.device, charged);
         return;
@@ -397,31 +400,31 @@ fn give_up(process: &Process, ended: &Reserve) {
     exports::settle_some(process, false);
 }
 
-/// Holds what a pool's descriptors keep of it, for one more of them.
+/// Holds the memory that a pool's descriptors keep, for one more descriptor.
 pub fn hold_exported(process: &Process, place: usize) -> Option<Id> {
-    process.reserves.with(|reserves| {
-        let reserve = reserves.get(place)?;
+    process.driver_pools.with(|pools| {
+        let pool = pools.get(place)?;
         process.physical.with(|physical| {
-            let known = match reserve.exported {
+            let known = match pool.exported {
                 Some(known) => known,
-                None => physical.create_without_handle(0, reserve.device).ok()?,
+                None => physical.create_without_handle(0, pool.device).ok()?,
             };
-            reserve.exported = Some(known);
+            pool.exported = Some(known);
             physical.hold_id(known)
         })
     })
 }
 
 fn set_state(process: &Process, place: usize, state: State) {
-    process.reserves.with(|reserves| {
-        if let Some(reserve) = reserves.get(place) {
-            reserve.state = state;
+    process.driver_pools.with(|pools| {
+        if let Some(pool) = pools.get(place) {
+            pool.state = state;
         }
     });
 }
 
 fn calls(process: &Process, place: usize) -> u32 {
     process
-        .reserves
-        .with(|reserves| reserves.get(place).map_or(0, |reserve| reserve.calls))
+        .driver_pools
+        .with(|pools| pools.get(place).map_or(0, |pool| pool.calls))
 }

@@ -5,13 +5,13 @@ use core::ptr;
 use crate::abi::{CUcontext, CUgraph, CUstream};
 use crate::driver::{index, real, real_if_any};
 
-/// The three streams that every context has: they are the current context's.
+/// The handles of the three streams that every context has; they mean the current context's.
 pub const LAST_IMPLICIT_STREAM: CUstream = 2;
 
 /// The thread's default stream, by the name that every function takes.
 pub const PER_THREAD: CUstream = 2;
 
-/// The stream that is meant by a function whose default stream is the thread's.
+/// The stream of a function whose default stream is the thread's.
 #[inline]
 pub fn own(stream: CUstream) -> CUstream {
     if stream == 0 { PER_THREAD } else { stream }
@@ -39,7 +39,7 @@ impl Stream {
         }
     }
 
-    /// The handle that means this stream to the functions without suffix.
+    /// The handle of this stream for functions without a suffix.
     pub fn handle(self) -> CUstream {
         if self.per_thread {
             own(self.handle)
@@ -48,7 +48,7 @@ impl Stream {
         }
     }
 
-    /// Whether what is put into the stream becomes part of a graph.
+    /// Whether work in the stream becomes part of a graph.
     pub fn captures(self) -> bool {
         capture_status(self.handle()) == 1
     }
@@ -56,7 +56,7 @@ impl Stream {
     /// The graph that is captured.
     pub fn graph(self) -> Option<CUgraph> {
         let (mut status, mut id, mut graph, none) = (0, 0, 0, ptr::null_mut::<usize>());
-        // SAFETY: the handle is what the program passes to the driver as a stream; null where nothing is asked for.
+        // SAFETY: the handle is what the program passes to the driver as a stream; null for values that are not needed.
         // Either version is there, and writes the graph as its fourth.
         let result = unsafe {
             if real_if_any(index::cuStreamGetCaptureInfo_v2).is_some() {
@@ -84,8 +84,8 @@ impl Stream {
     }
 }
 
-/// Whether a stream is captured, in whatever state. While another stream is captured, the driver refuses to answer for
-/// the legacy stream, which then is not captured.
+/// Whether a stream is captured, even if the capture is invalid. While another stream is captured, the driver refuses this
+/// query for the legacy stream, which is not captured then.
 pub fn is_capturing(stream: CUstream) -> bool {
     capture_status(stream) != 0
 }
@@ -106,7 +106,7 @@ pub fn current_context() -> CUcontext {
     if result.is_ok() { context } else { 0 }
 }
 
-/// The context of a stream; of a default one the current context; 0 for none.
+/// The context of a stream: for a default stream the current one; 0 for none.
 pub fn context_of(stream: CUstream) -> CUcontext {
     if stream <= LAST_IMPLICIT_STREAM {
         return current_context();
@@ -118,17 +118,17 @@ pub fn context_of(stream: CUstream) -> CUcontext {
     if result.is_ok() { context } else { 0 }
 }
 
-/// Does `work` with a stream's context current; where it cannot be, with the one that is.
+/// Does `work` with a stream's context current, or with the present one if that fails.
 pub fn within_stream<T>(stream: CUstream, work: impl Fn() -> T) -> T {
     within(context_of(stream), || Some(work())).unwrap_or_else(&work)
 }
 
-/// Does `work` with `context` current; `None` where it cannot be.
+/// Does `work` with `context` current; `None` if it cannot become current.
 pub fn within<T>(context: CUcontext, work: impl FnOnce() -> Option<T>) -> Option<T> {
     if current_context() == context {
         return work();
     }
-    // SAFETY: a context that the driver or the program named; what was current becomes so again.
+    // SAFETY: a context from the driver or the program; the former one becomes current again.
     unsafe {
         if !real!(cuCtxPushCurrent_v2: fn(CUcontext))(context).is_ok() {
             return None;
@@ -140,7 +140,7 @@ pub fn within<T>(context: CUcontext, work: impl FnOnce() -> Option<T>) -> Option
     }
 }
 
-/// Does something that would invalidate a capture of another thread or stream, in relaxed capture mode.
+/// Does work in relaxed capture mode. Otherwise it would invalidate a capture of another thread or stream.
 /// (cuda.h, `cuThreadExchangeStreamCaptureMode`.)
 pub fn relaxed<T>(work: impl FnOnce() -> T) -> T {
     const RELAXED: u32 = 2;

@@ -1,9 +1,9 @@
-//! Physical memory by handle. It is charged when it is created, and given back when neither a handle nor a mapping holds
-//! it any more, nor a descriptor; `tranche_shim_core::physical` keeps the books, and argues.
+//! Physical memory by handle. It is charged when it is created; the charge is given back when no handle, mapping or
+//! descriptor holds it any more. `tranche_shim_core::physical` notes the uses and explains why this is correct.
 //!
-//! What another process exported is charged to this one as well, for as long as it holds it: the exporter may end first,
-//! and the memory is there until its last holder has let go. How much it is the driver does not say of a handle, so it
-//! is mapped to find out.
+//! Memory that another process exported is charged to this process as well while it holds it: the exporter may end
+//! first, and the memory exists until its last holder has released it. The driver does not return the size of a handle's
+//! memory, so the memory is mapped to find it out.
 
 use core::cell::Cell;
 
@@ -16,11 +16,11 @@ use crate::abi::{
     CUmemGenericAllocationHandle as Handle, CUresult,
 };
 use crate::charge::{Reserved, charge, let_go};
+use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::keys::{Kind, key};
 use crate::process::{self, Process};
-use crate::share::Device;
 
 /// Creates physical memory.
 pub fn create(
@@ -38,7 +38,7 @@ pub fn create(
         return driver.make();
     }
     let device = |process: &'static Process| match location.device() {
-        // None if it has no cap; or if there is no such device, which the driver says itself.
+        // None if it has no cap, or if there is no such device; then the driver returns the error.
         Some(handle) => Ok(process.device(handle).filter(|device| device.is_capped())),
         None => process.current_capped(),
     };
@@ -55,7 +55,7 @@ pub fn create(
     )
 }
 
-/// Without room to note it, it stays charged to the end of the process.
+/// If there is no room to note it, it stays charged until the process ends.
 fn note_created(handle: Handle, reserved: Reserved) {
     let (process, number) = (reserved.process, reserved.device.number);
     let bytes = reserved.keep();
@@ -64,8 +64,8 @@ fn note_created(handle: Handle, reserved: Reserved) {
     });
 }
 
-/// Notes the beginning of a call, makes it, and notes what came of it. `begin` and `end` have the books, and no driver
-/// is called meanwhile.
+/// Makes a call, and notes its beginning and its result. `begin` and `end` run under the lock and must not call the
+/// driver.
 pub fn with<T>(
     driver: Call<'_>,
     begin: impl FnOnce(&mut Physical) -> T,
@@ -101,7 +101,7 @@ pub fn map(address: CUdeviceptr, bytes: usize, handle: Handle, driver: Call<'_>)
         driver,
         |physical| physical.hold(handle),
         |physical, held, done, freed| match held {
-            // What cannot be noted holds its memory to the end of the process.
+            // If there is no room to note it, the memory stays held until the process ends.
             Some(held) if done => {
                 let _ = physical.bind(address, held, bytes as u64, 0, freed);
             }
@@ -115,7 +115,7 @@ pub fn map(address: CUdeviceptr, bytes: usize, handle: Handle, driver: Call<'_>)
     )
 }
 
-/// Unmaps whatever is mapped at a range of addresses.
+/// Unmaps a range of addresses.
 pub fn unmap(address: CUdeviceptr, bytes: usize, driver: Call<'_>) -> CUresult {
     with(driver, Physical::mark, |physical, mark, done, freed| {
         if done {
@@ -124,10 +124,10 @@ pub fn unmap(address: CUdeviceptr, bytes: usize, driver: Call<'_>) -> CUresult {
     })
 }
 
-/// What mappings are multiples of: the smallest pages of any driver.
+/// Mappings are multiples of this: the smallest pages of any driver.
 const STEP: u64 = 64 << 10;
 
-/// Another handle, of the memory at an address.
+/// Retains the handle of the memory at an address.
 pub fn retain(handle: *mut Handle, address: CUdeviceptr, driver: Call<'_>) -> CUresult {
     with(
         driver,
@@ -139,7 +139,7 @@ pub fn retain(handle: *mut Handle, address: CUdeviceptr, driver: Call<'_>) -> CU
     )
 }
 
-/// The driver has written that handle, or refused.
+/// Notes the handle that the driver has written, or ends the use if the driver has refused.
 fn end_hold(
     physical: &mut Physical,
     held: Option<Id>,
@@ -149,8 +149,8 @@ fn end_hold(
 ) {
     match held {
         Some(held) if done => {
-            // SAFETY: the driver has just written to it, which it does not to null. Without room for the name, its use
-            // never ends.
+            // SAFETY: the call succeeded, so the pointer is not null and was written to. If there is no room for the
+            // handle, its use never ends.
             let _ = physical.name(unsafe { handle.read() }, held, freed);
         }
         Some(held) => physical.let_go(held, freed),
@@ -158,7 +158,7 @@ fn end_hold(
     }
 }
 
-/// A token or a descriptor by which the handle's memory can be imported, here or elsewhere. A descriptor keeps it.
+/// Exports the handle's memory by a token or a descriptor, for an import in any process. A descriptor keeps the memory.
 pub fn export(token: *const u8, kind: u32, handle: Handle, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
@@ -169,7 +169,7 @@ pub fn export(token: *const u8, kind: u32, handle: Handle, driver: Call<'_>) -> 
         return result;
     };
     if result.is_ok() && kind == FILE_DESCRIPTOR {
-        // SAFETY: the driver has just written a descriptor, which it does not to null.
+        // SAFETY: the call succeeded, so the pointer is not null and has a descriptor.
         exports::add(
             process,
             unsafe { token.cast::<i32>().read_unaligned() },
@@ -190,7 +190,7 @@ pub fn export(token: *const u8, kind: u32, handle: Handle, driver: Call<'_>) -> 
     result
 }
 
-/// A handle of memory that was exported, here or elsewhere.
+/// Imports memory that this or another process exported.
 pub fn import(handle: *mut Handle, token: usize, kind: u32, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
@@ -223,10 +223,10 @@ pub fn import(handle: *mut Handle, token: usize, kind: u32, driver: Call<'_>) ->
     result
 }
 
-/// Charges memory that another process exported; gives the handle up where the share has no room for it.
+/// Charges memory that another process exported; releases the handle if the share has no room for it.
 fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
     let Some(device) = device_of(process, handle).filter(|device| device.is_capped()) else {
-        // Nothing of a device's. What is bound to it, if it is a multicast object, goes with it.
+        // It has no device memory. If it is a multicast object, what is bound to it ends with it.
         let note = |physical: &mut Physical, freed: &mut dyn FnMut(Freed)| {
             let _ = physical.import((handle, 0), 0, 0, freed);
         };
@@ -234,7 +234,7 @@ fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
         return CUresult::SUCCESS;
     };
     if process.physical.with(|physical| physical.use_again(handle)) {
-        // Imported before, under the same handle.
+        // It was imported before under the same handle.
         return CUresult::SUCCESS;
     }
     let bytes = size_of_imported(device, handle);
@@ -244,7 +244,7 @@ fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
             CUresult::SUCCESS
         }
         Err(code) => {
-            // SAFETY: the driver has just given this handle out, and nobody has seen it.
+            // SAFETY: the driver has just handed out this handle, and nothing else uses it.
             unsafe { real!(cuMemRelease: fn(Handle))(handle) };
             code
         }
@@ -267,8 +267,8 @@ fn device_of(process: &'static Process, handle: Handle) -> Option<&'static Devic
     process.device(properties.location.device()?)
 }
 
-/// Bytes of memory that another process made: the most that can be mapped of it. Where that cannot be found, all that
-/// the device has.
+/// The size of another process's memory: the most that can be mapped of it. If that cannot be found out, the size of the
+/// device's memory.
 fn size_of_imported(device: &Device, handle: Handle) -> u64 {
     let mut total = 0usize;
     let mut range = 0;
@@ -323,8 +323,8 @@ fn size_of_imported(device: &Device, handle: Handle) -> u64 {
 /// The kind of tokens of 64 bytes that other nodes of a fabric understand.
 const FABRIC: u32 = 8;
 
-/// What identifies the memory of a token, where that can be told. Of a descriptor the number does not:
-/// [`exports::hold`].
+/// A number that identifies the memory of a token, if the kind of token allows that. A descriptor's number does not
+/// identify its memory: see [`exports::hold`].
 ///
 /// # Safety
 ///
@@ -399,12 +399,12 @@ pub fn array_key(array: usize) -> u64 {
     key(Kind::Array, array as u64)
 }
 
-/// A place that is no address.
+/// A place that is not an address.
 pub fn place_of(mixed: u64) -> u64 {
     key(Kind::Tile, mixed & ((1 << 56) - 1) | 1)
 }
 
-/// Destroys an array: what its tiles showed is shown no more.
+/// Destroys an array, which also ends the mappings to its tiles.
 pub fn end_array(process: &'static Process, array: usize, driver: Call<'_>) -> CUresult {
     let mark: Mark = process.physical.with(Physical::mark);
     let result = driver.make();

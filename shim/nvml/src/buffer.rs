@@ -1,6 +1,6 @@
 //! Buffers for lists of unknown length: a mapping that lives as long as a call.
 
-use tranche_shim_runtime::shares;
+use tranche_shim_runtime::container_shares;
 use tranche_shim_runtime::sys::{self, Mapping};
 
 use crate::abi::{Plain, Return};
@@ -23,7 +23,7 @@ impl<T: Plain> Buffer<T> {
                 entries: core::marker::PhantomData,
             }),
             Some(Err(errno)) => {
-                let _ = shares::refuse_memory(errno);
+                let _ = container_shares::refuse_memory(errno);
                 Err(Return::MEMORY)
             }
             None => Err(Return::MEMORY),
@@ -38,7 +38,7 @@ impl<T: Plain> Buffer<T> {
     /// The first `len` entries.
     pub fn seen(&self, len: usize) -> &[T] {
         let start: *const T = self.mapping.start.as_ptr().cast();
-        // SAFETY: as in `first`; nobody writes while this is borrowed.
+        // SAFETY: as in `first`; nothing writes while this is borrowed.
         unsafe { core::slice::from_raw_parts(start, len.min(self.len)) }
     }
 

@@ -1,4 +1,4 @@
-//! The real driver's library, and our symbols that pass straight through to it.
+//! The real driver's library, and our symbols that only forward to it.
 
 use core::ffi::c_void;
 
@@ -24,12 +24,12 @@ tranche_shim_runtime::library! {
     unavailable: unavailable,
 }
 
-/// What a function answers that this driver does not have.
+/// The result of a function that this driver does not have.
 pub extern "C" fn missing() -> Return {
     Return::FUNCTION_NOT_FOUND
 }
 
-/// What every function answers without a driver.
+/// The result of every function without a driver.
 pub extern "C" fn unavailable() -> Return {
     Return::LIBRARY_NOT_FOUND
 }

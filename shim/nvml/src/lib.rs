@@ -8,14 +8,14 @@
 //! - `processes`: lists have only the shares' processes, with the charge of each;
 //! - `utilization`: percentages are of the shares' cores.
 //!
-//! It reads the pages at each call and caches nothing; `share` finds the GPU of a handle, from whichever
-//! function the program got it, and the share's processes. NVIDIA's private tables, from which
+//! It reads the pages at each call and caches nothing. `users` finds the GPU of a handle, from whichever
+//! function the program got it, and the processes of its shares. NVIDIA's private tables, from which
 //! nvidia-smi gets its list of processes, are passed on with the driver's values.
 //!
 //! `nvmlInit` refuses, with one line on stderr, if the pages are missing or invalid. For a visible
 //! GPU without a page it succeeds, so that `nvidia-smi` can be used to find the problem: only
 //! queries about the share's values are refused; CUDA refuses the whole GPU.
-// A debug build unwinds, which needs std; nobody loads it.
+// A debug build unwinds, which needs std; it is never loaded.
 #![cfg_attr(panic = "abort", no_std)]
 
 mod abi;
@@ -23,13 +23,13 @@ mod buffer;
 mod driver;
 mod memory;
 mod processes;
-mod share;
+mod users;
 mod utilization;
 
 use core::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares;
+use tranche_shim_runtime::container_shares;
 
 use crate::abi::{
     AccountingStatsV2, Bar1Memory, Device, DynamicPstates, Enumeration, GpmSupport, Memory,
@@ -138,7 +138,7 @@ fn initialise(driver: impl FnOnce() -> Return) -> Return {
     if !DRIVER.open() {
         return Return::LIBRARY_NOT_FOUND;
     }
-    match shares::each(&mut |_| Ok(())) {
+    match container_shares::each(&mut |_| Ok(())) {
         Ok(()) => driver(),
         Err(Refused) => Return::NO_PERMISSION,
     }

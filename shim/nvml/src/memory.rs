@@ -2,21 +2,21 @@
 
 use tranche_shim_core::GpuUuid;
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::{accounts, shares};
+use tranche_shim_runtime::{accounts, container_shares};
 
 use crate::abi::{Device, Return};
-use crate::share::{identify, refuse};
+use crate::users::{identify, refuse};
 
-/// Bytes, over the container's shares of one GPU.
+/// The memory of the container's shares of one GPU, in bytes.
 pub struct Sum {
-    /// The caps.
+    /// The sum of the caps.
     pub total: u64,
     /// Memory that the shares' processes hold.
     pub used: u64,
 }
 
 impl Sum {
-    /// The rest.
+    /// Memory that is left.
     pub fn free(&self) -> u64 {
         self.total.saturating_sub(self.used)
     }
@@ -49,7 +49,7 @@ pub fn answer(
 fn sum(device: Device, gpu: GpuUuid) -> Result<Option<Sum>, Refused> {
     let (mut known, mut capped, mut sum) = (false, true, Sum { total: 0, used: 0 });
     let mut context = 0;
-    shares::each(&mut |share| {
+    container_shares::each(&mut |share| {
         if share.gpu == gpu {
             known = true;
             match share.limit {

@@ -13,9 +13,9 @@ use crate::abi::{
 };
 use crate::buffer::Buffer;
 use crate::driver::typed;
-use crate::share::{Process, Users};
+use crate::users::{Process, Users};
 
-/// The partition of a process in a list: none.
+/// The partition of a process in a list, which means none.
 const NO_INSTANCE: c_uint = c_uint::MAX;
 
 impl From<Process> for ProcessV1 {
@@ -132,8 +132,8 @@ fn of_kind(users: &Users, kind: Kind) -> impl Iterator<Item = Process> {
     users.holders().filter(move |_| kind == Kind::Compute)
 }
 
-/// NVML's way to answer with a list: the caller says how much room there is, and gets the length; too
-/// little room is refused. `list` gives the same entries each time.
+/// Returns a list as NVML does: the caller says how much room there is, and gets the length; too
+/// little room is refused. `list` returns the same entries each time.
 ///
 /// # Safety
 ///
@@ -183,7 +183,7 @@ pub unsafe fn accounting_pids(
         let result = unsafe { real(device, &raw mut len, room.room()) };
         (result, len)
     };
-    // The driver's buffer has some thousands of places.
+    // The driver's buffer has a few thousand places.
     let most = 1 << 16;
     let mut theirs = match Buffer::new(most) {
         Ok(theirs) => theirs,

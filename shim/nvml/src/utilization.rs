@@ -1,8 +1,8 @@
 //! The GPU's utilization by the share, in percent of the share's cores.
 //!
 //! The driver reports the utilization by each process. The sum of the share's processes is divided by
-//! the share's cores: a share of 25 % that uses all of it has a utilization of 100 %, whatever its
-//! neighbours do. Processes are identified by PID, which the driver gives in the caller's namespace.
+//! the share's cores: a share of 25 % that uses all of it has a utilization of 100 %, independent of its
+//! neighbours. Processes are identified by PID, which the driver gives in the caller's namespace.
 //! Memory, encoder and decoder are not divided by cores: they are in percent of the GPU.
 
 use core::ffi::c_uint;
@@ -16,7 +16,7 @@ use crate::abi::{
 use crate::buffer::Buffer;
 use crate::driver::{index, typed};
 use crate::processes::put;
-use crate::share::Users;
+use crate::users::Users;
 
 /// The period of the driver's samples that are read, in microseconds: the same as for the driver's
 /// own percentages.

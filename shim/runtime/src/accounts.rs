@@ -5,7 +5,7 @@ use core::ffi::CStr;
 use tranche_shim_core::{Account, paths};
 
 use crate::complain::Refused;
-use crate::shares::{Name, Share};
+use crate::container_shares::{Name, Share};
 use crate::sys::{self, Errno, File, Mapping, NotMapped};
 
 /// A mapped account.
@@ -17,7 +17,7 @@ pub struct Live {
 }
 
 impl Live {
-    /// Maps an account of a share, by its file name. The mapping keeps the file's open description when the file is closed.
+    /// Maps an account of a share, by its file name. The mapping keeps the open file description after the file is closed.
     pub fn map(name: &Name, account: &str) -> Result<(File, Self), Refused> {
         let file = name.open_account(account, true)?;
         let live = Self::of(&file).map_err(|why| name.refuse_unmapped(account, why))?;
@@ -36,15 +36,15 @@ impl Live {
 
     /// Reclaims what dead processes left. Takes some microseconds.
     pub fn reclaim(&self, name: &Name, account: &str) {
-        // With a separate description: to the description that holds its lock, our own slot would
-        // look free. If it cannot be opened (in a sandbox), the node or another process must
+        // Needs a separate description, because our own slot would look free to the description that
+        // holds its lock. If it cannot be opened (in a sandbox), the node or another process must
         // reclaim.
         if let Ok(file) = name.reopen_account(account, true) {
             self.reclaim_by(&file);
         }
     }
 
-    /// The same, by a description that was opened for it, or holds no slot's first lock.
+    /// The same, by a description that holds no slot's first lock.
     pub fn reclaim_by(&self, file: &File) {
         self.account.reclaim(file);
         self.account.repair(file);
@@ -54,7 +54,7 @@ impl Live {
     ///
     /// # Safety
     ///
-    /// Nobody uses `account` any more.
+    /// Nothing uses `account` any more.
     pub unsafe fn unmap(self) {
         // SAFETY: the caller's promise.
         unsafe { sys::unmap(self.mapping) };

@@ -2,7 +2,7 @@
 
 use core::sync::atomic::{AtomicBool, Ordering};
 
-use tranche_shim_core::Part;
+use tranche_shim_core::MessagePart;
 
 use crate::sys;
 
@@ -18,7 +18,7 @@ const LINE: usize = 640;
 /// Writes `tranche: ` and the parts to stderr, the first time that it is called in this process.
 #[cold]
 #[inline(never)]
-pub fn refuse(parts: &[&[Part<'_>]]) -> Refused {
+pub fn refuse(parts: &[&[MessagePart<'_>]]) -> Refused {
     if SAID.swap(true, Ordering::Relaxed) {
         return Refused;
     }
@@ -29,8 +29,8 @@ pub fn refuse(parts: &[&[Part<'_>]]) -> Refused {
     line.text(b"tranche: ");
     for part in parts.iter().copied().flatten() {
         match *part {
-            Part::Text(text) => line.text(text.as_bytes()),
-            Part::Number(number) => line.number(number),
+            MessagePart::Text(text) => line.text(text.as_bytes()),
+            MessagePart::Number(number) => line.number(number),
         }
     }
     line.text(b"\n");

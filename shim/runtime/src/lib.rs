@@ -4,7 +4,7 @@
 //! - [`mod@library`]: forwards a symbol to the real library, resolved at its first call;
 //! - [`names`]: the names of our own functions;
 //! - [`loader`]: `dlopen` and related functions of this program's C library;
-//! - [`shares`]: which GPUs this container may use, and how much of each;
+//! - [`container_shares`]: which GPUs this container may use, and how much of each;
 //! - [`accounts`]: how much of a share is held, and by dead processes;
 //! - [`sys`]: files, mappings and their locks;
 //! - [`lock`]: a lock between threads;
@@ -22,9 +22,9 @@ compile_error!(
 
 pub mod accounts;
 pub mod complain;
+pub mod container_shares;
 pub mod library;
 pub mod loader;
 pub mod lock;
 pub mod names;
-pub mod shares;
 pub mod sys;

@@ -7,15 +7,15 @@
 //!
 //! A forwarded call is three instructions and two jumps, and looks to the real function as if the
 //! caller had called it. The table is zero in the file: loading the library relocates nothing for it.
-//! The names are not kept twice: a symbol's name is [looked up](crate::names), once, in our own symbol
-//! table, by address. That is why the forwarding stubs lie in one section, [`STRIDE`] bytes apart, in the order
-//! of their indices; where that did not hold, a symbol would be missing, not another one.
+//! The names are not stored twice: a symbol's name is [looked up](crate::names) once, by address, in our own
+//! symbol table. For that, the forwarding stubs lie in one section, [`STRIDE`] bytes apart, in the order of their
+//! indices. If they did not, a symbol would be missing, but never mistaken for another one.
 
 use core::ffi::{CStr, c_void};
 use core::ptr;
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use tranche_shim_core::Part;
+use tranche_shim_core::MessagePart;
 
 use crate::complain::refuse;
 use crate::loader::Loader;
@@ -28,13 +28,13 @@ pub const STRIDE: usize = 12;
 #[derive(Debug)]
 pub struct Library {
     path: &'static CStr,
-    /// A symbol that every version has, and where ours is.
+    /// A symbol that every version has, and the address of ours.
     witness: (&'static CStr, fn() -> Option<Ours>),
     handle: AtomicPtr<c_void>,
 }
 
 impl Library {
-    /// The library at `path`, which is not ours: its `witness` is not at our address for it.
+    /// The library at `path`. It is not ours if its `witness` has another address than our own.
     #[must_use]
     pub const fn new(path: &'static CStr, witness: (&'static CStr, fn() -> Option<Ours>)) -> Self {
         Self {
@@ -44,7 +44,7 @@ impl Library {
         }
     }
 
-    /// Opens the library unless it is open; says so on stderr if it cannot be.
+    /// Opens the library unless it is open; if that fails, says so on stderr.
     pub fn open(&self) -> bool {
         !self.handle().is_null()
     }
@@ -83,8 +83,8 @@ impl Library {
         if glibc.is_null() {
             let path = self.path.to_str().unwrap_or("");
             let _ = refuse(&[&[
-                Part::Text(path),
-                Part::Text(
+                MessagePart::Text(path),
+                MessagePart::Text(
                     ": NVIDIA's driver needs the GNU C library, and this program has another (musl?); the GPU is \
                      not used: use an image with glibc, or install gcompat",
                 ),
@@ -109,15 +109,15 @@ impl Library {
         let remedy = "; the GPU is not used: see whether the node's NVIDIA driver is installed, then recreate the pod";
         let path = self.path.to_str().unwrap_or("");
         let _ = refuse(&[&[
-            Part::Text(path),
-            Part::Text(why),
-            Part::Text(more),
-            Part::Text(remedy),
+            MessagePart::Text(path),
+            MessagePart::Text(why),
+            MessagePart::Text(more),
+            MessagePart::Text(remedy),
         ]]);
     }
 
-    /// The real function with the name that our symbol at `ours` has, one of `exported`; null where
-    /// this driver has none.
+    /// The real function with the name of our symbol at `ours`, one of `exported`; null if this driver
+    /// does not have it.
     ///
     /// # Errors
     ///
@@ -139,7 +139,7 @@ impl Library {
 #[derive(Clone, Copy, Debug)]
 pub struct Unavailable;
 
-/// Our symbols that only pass through: a stub for each, that hands its index to `forward_to`.
+/// Our symbols that only forward: each has a stub that passes its index to `forward_to`.
 #[macro_export]
 macro_rules! forward {
     ($($index:literal $name:ident)*) => {$(
@@ -157,8 +157,8 @@ macro_rules! forward {
     )*};
 }
 
-/// Defines the module `symbols`, with what the build script made of `symbols.txt`, the addresses of our own functions,
-/// the table of the real ones and the way through it.
+/// Defines the module `symbols`: the build script's output for `symbols.txt`, the addresses of our own functions, the
+/// table of the real ones, and the code that forwards through it.
 ///
 /// - `driver`: a `Library`;
 /// - `first`: the first of the stubs;
@@ -181,14 +181,14 @@ macro_rules! library {
         core::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/handled.s")));
 
         unsafe extern "C" {
-            /// How far from here our symbols are that do more than pass, in bytes, in the order of their indices.
+            /// The distances in bytes from here to our symbols that do more than forward, in the order of their indices.
             #[link_name = "tranche_handled"]
             static DISTANCES: [i32; symbols::SYMBOLS - symbols::PASSING];
         }
 
-        /// The address of the `nth` of our symbols that do more than pass.
+        /// The address of the `nth` of our symbols that do more than forward.
         pub fn handled(nth: usize) -> Option<$crate::names::Ours> {
-            // SAFETY: the table above, which the build script makes with so many entries, and which nobody writes to.
+            // SAFETY: the table above, which the build script makes with so many entries, and which is never written to.
             let table = unsafe { &DISTANCES };
             let distance = isize::try_from(*table.get(nth)?).ok()?;
             let start = core::ptr::from_ref(table).cast::<()>();
@@ -219,7 +219,7 @@ macro_rules! library {
                 },
             };
             let Ok(twin) = $driver.twin(ours, symbols::SYMBOLS) else {
-                // Not remembered: the driver may come.
+                // Not stored, because the driver may become available.
                 return $unavailable as *mut core::ffi::c_void;
             };
             let twin = if twin.is_null() { $missing as *mut core::ffi::c_void } else { twin };
@@ -229,7 +229,7 @@ macro_rules! library {
             twin
         }
 
-        /// Goes on to the real function of the stub that put its index into `eax`, with all
+        /// Jumps to the real function of the stub that put its index into `eax`, with all
         /// registers and the stack as the caller left them.
         #[unsafe(naked)]
         extern "C" fn forward_to() {

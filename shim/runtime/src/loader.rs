@@ -1,8 +1,8 @@
 //! Finds the dynamic loader's functions in this program's C library.
 //!
 //! Since glibc 2.34 they are in libc.so.6, before that in libdl.so.2; musl has them in its only library.
-//! A dependency on libdl.so.2 would load it into every process of a container, although few are that
-//! old. So the functions are weak symbols, and if they are missing, libdl.so.2 is opened with internal
+//! A dependency on libdl.so.2 would load it into every process of a container, although few have such an
+//! old glibc. So the functions are weak symbols. If they are missing, libdl.so.2 is opened with internal
 //! functions of old versions of libc.so.6 (`__libc_dlopen_mode`, `__libc_dlsym`).
 
 use core::ffi::{CStr, c_char, c_int, c_void};

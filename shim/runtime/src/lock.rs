@@ -1,5 +1,4 @@
-//! A lock between threads, for driver calls that must be atomic with their accounting. All zeros is
-//! a free lock, so that it is free in a forked child.
+//! A lock between threads. All zeros is a free lock, so that it is free in a forked child.
 
 use core::cell::UnsafeCell;
 use core::sync::atomic::{AtomicU32, Ordering};
@@ -37,7 +36,7 @@ impl<T> Guarded<T> {
     }
 }
 
-// Not part of `with`: there are many copies of that.
+// Not part of `with`, which is generic and has many copies.
 #[cold]
 #[inline(never)]
 fn wait(state: &AtomicU32) {

@@ -1,14 +1,14 @@
 //! The names of our own functions, from our symbol table.
 //!
-//! dladdr(3) finds them too, but it searches all libraries and takes ten times as long: for all
-//! functions with variants, which a program that uses libcudart looks up at its start, a quarter of a
+//! dladdr(3) finds them too, but it searches all libraries and takes ten times as long. A program with
+//! libcudart looks up all functions with variants at its start, which would take a quarter of a
 //! millisecond.
 
 use core::ffi::c_char;
 
 use libc::Elf64_Sym;
 
-/// The address of one of our functions, to be compared and looked up, never read through.
+/// The address of one of our functions, which is compared and looked up, but never dereferenced.
 #[derive(Clone, Copy, Debug)]
 pub struct Ours(pub *const ());
 
@@ -29,15 +29,15 @@ const SYMBOLS: isize = 6;
 const GNU_HASH: isize = 0x6fff_fef5;
 
 unsafe extern "C" {
-    /// The linker's: where our dynamic section and our first byte are.
+    /// Set by the linker: the addresses of our dynamic section and of our first byte.
     #[link_name = "_DYNAMIC"]
     static DYNAMIC: [Entry; 0];
     #[link_name = "__ehdr_start"]
     static START: [u8; 0];
 }
 
-/// The name, a C string, of the exported function at an address; `exported` is how many functions this
-/// library exports, as `shim/build` made sure.
+/// The name, a C string, of the exported function at an address; `exported` is the number of functions that this
+/// library exports, which `shim/build` checks.
 #[must_use]
 pub fn of(ours: Ours, exported: usize) -> Option<*const c_char> {
     let start = &raw const START as usize;
@@ -69,7 +69,7 @@ fn tables(start: usize) -> [usize; 3] {
             GNU_HASH => hashes,
             _ => &mut 0,
         };
-        // glibc's loader has put addresses where the file has offsets, musl's has not.
+        // glibc's loader replaces the file's offsets by addresses; musl's does not.
         *table = if value < start { start + value } else { value };
         // SAFETY: not the last.
         entry = unsafe { entry.add(1) };

@@ -21,8 +21,8 @@ impl Errno {
 pub enum NotMapped {
     /// There is no address space for it, or the file cannot be mapped.
     Map(Errno),
-    /// `madvise(2)` refuses what the mapping needs when the process forks. A sandbox's kernel may not
-    /// have it.
+    /// `madvise(2)` refuses the advice for forks that the mapping needs. A sandbox's kernel may not
+    /// support it.
     Advise(Errno),
 }
 
@@ -75,8 +75,8 @@ impl File {
         }
     }
 
-    /// The same with a descriptor that no program takes for its standard input or output, where it has
-    /// closed those.
+    /// The same with a descriptor above 2: if a program has closed its standard input or output, it could
+    /// otherwise mistake this file for that.
     pub fn above_standard(self) -> Result<Self, Errno> {
         if self.0 > libc::STDERR_FILENO {
             return Ok(self);
@@ -92,12 +92,12 @@ impl File {
 
     /// The file's length in bytes.
     pub fn size(&self) -> Result<usize, Errno> {
-        // SAFETY: changes only this description's offset, which nobody else uses.
+        // SAFETY: changes only this description's offset, which nothing else uses.
         let end = unsafe { libc::lseek(self.0, 0, libc::SEEK_END) };
         usize::try_from(end).map_err(|_| Errno::last())
     }
 
-    /// Reads from offset `at` until `buffer` is full or the file ends; returns how much it was.
+    /// Reads from offset `at` until `buffer` is full or the file ends; returns the number of bytes.
     pub fn read_at(&self, buffer: &mut [u8], at: usize) -> Result<usize, Errno> {
         let mut done = 0;
         while let Some(rest @ [_, ..]) = buffer.get_mut(done..) {
@@ -120,7 +120,7 @@ impl File {
         Descriptor(self.0).is_locked(at)
     }
 
-    /// Its descriptor, which stays open.
+    /// Returns its descriptor, which stays open.
     #[must_use]
     pub fn leave_open(self) -> Descriptor {
         let descriptor = Descriptor(self.0);
@@ -135,22 +135,22 @@ impl File {
         if unsafe { libc::fstatfs(self.0, (&raw mut words).cast()) } != 0 {
             return Err(Errno::last());
         }
-        // Of the kernel's struct (asm-generic/statfs.h): `f_type` and `f_flags`, for which the crate has
-        // no name, and fstatvfs(3) is a second call.
+        // `f_type` and `f_flags` of the kernel's struct (asm-generic/statfs.h). The crate has no name for
+        // `f_flags`, and fstatvfs(3) would be a second call.
         let [kind, _, _, _, _, _, _, _, _, _, flags, ..] = words;
         #[expect(clippy::cast_possible_wrap, reason = "a bit")]
         let read_only = libc::ST_RDONLY as c_long;
         Ok(kind == libc::TMPFS_MAGIC && flags & read_only != 0)
     }
 
-    /// Maps the file's first `len` bytes, shared. The mapping keeps the file's open description, and
-    /// with it that description's locks, also when this file is closed; children do not get it.
+    /// Maps the file's first `len` bytes, shared. The mapping keeps the file's open description and its
+    /// locks, even after this file is closed. Children do not inherit the mapping.
     pub fn map_shared(&self, len: usize) -> Result<Mapping, NotMapped> {
         map(len, libc::MAP_SHARED, WRITABLE, self.0, libc::MADV_DONTFORK)
     }
 
-    /// Maps the file's first `len` bytes for reading, while others write them; children do not get
-    /// it.
+    /// Maps the file's first `len` bytes for reading, while others may write them. Children do not inherit
+    /// the mapping.
     pub fn map_readable(&self, len: usize) -> Result<Mapping, NotMapped> {
         let readable = libc::PROT_READ;
         map(len, libc::MAP_SHARED, readable, self.0, libc::MADV_DONTFORK)
@@ -198,12 +198,12 @@ impl File {
     }
 }
 
-/// The number of a descriptor, which is open or not: the program's, or one that it may have closed.
+/// The number of a descriptor that may be closed: the program's, or one that it may have closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Descriptor(pub c_int);
 
 impl Descriptor {
-    /// Opens the same file anew: another description.
+    /// Opens the same file again, with a new description.
     pub fn reopen(self) -> Result<File, Errno> {
         let mut path = *b"/proc/self/fd/\0\0\0\0\0\0\0\0\0\0\0\0";
         let number = u32::try_from(self.0).map_err(|_| Errno(libc::EBADF))?;
@@ -221,16 +221,16 @@ impl Descriptor {
     pub fn file(self) -> Result<(u64, u64), Errno> {
         // SAFETY: zeros are a valid `struct stat`.
         let mut found: libc::stat = unsafe { core::mem::zeroed() };
-        // SAFETY: `found` is writable, and is what the kernel writes on this architecture. The C library's function is
-        // younger than glibc 2.17.
+        // SAFETY: `found` is writable, and has the layout that the kernel writes on this architecture. The C library's
+        // function is newer than glibc 2.17.
         if unsafe { libc::syscall(libc::SYS_fstat, self.0, &raw mut found) } != 0 {
             return Err(Errno::last());
         }
         Ok((found.st_dev, found.st_ino))
     }
 
-    /// Takes a lock on byte `at` for its description: it is dropped when the last descriptor of that is closed, in
-    /// whichever process. Returns whether it has it.
+    /// Takes a lock on byte `at` for its description, which is dropped when the description's last descriptor is closed,
+    /// in whichever process. Returns whether it has the lock.
     #[must_use]
     pub fn lock(self, at: u64) -> bool {
         lock(self.0, at, libc::F_WRLCK)
@@ -250,14 +250,14 @@ impl Descriptor {
     ///
     /// # Safety
     ///
-    /// It is one that [`File::leave_open`] left open, and nobody uses it any more.
+    /// [`File::leave_open`] left it open, and nothing uses it any more.
     pub unsafe fn close(self) {
         // SAFETY: the caller's promise.
         unsafe { libc::close(self.0) };
     }
 }
 
-/// A number that no other process has drawn, below 2⁶²; `None` where the kernel has none.
+/// A random number below 2⁶², which no other process has; `None` if the kernel has no random numbers.
 #[must_use]
 pub fn unique() -> Option<u64> {
     let mut bytes = [0u8; 8];
@@ -326,8 +326,8 @@ pub struct Mapping {
     len: usize,
 }
 
-/// Maps `len` bytes of zeros that cost nothing until touched, and are zeros again in the child of a
-/// fork. Not in core dumps.
+/// Maps `len` bytes of zeros, which take no memory until they are touched, are zeros again in a forked
+/// child, and are not in core dumps.
 pub fn map_private(len: usize) -> Result<Mapping, NotMapped> {
     let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     let mapping = map(len, anonymous, WRITABLE, -1, libc::MADV_WIPEONFORK)?;
@@ -359,7 +359,7 @@ fn map(
     // SAFETY: the mapping is ours.
     if unsafe { libc::madvise(start.as_ptr(), len, advice) } != 0 {
         let errno = Errno::last();
-        // SAFETY: nobody has seen it yet.
+        // SAFETY: nothing uses it yet.
         unsafe { unmap(mapping) };
         return Err(NotMapped::Advise(errno));
     }
@@ -395,7 +395,7 @@ pub fn pid() -> u64 {
     u64::try_from(unsafe { libc::getpid() }).unwrap_or(0)
 }
 
-/// Sleeps for `nanos`, or less: a signal ends it.
+/// Sleeps for `nanos`, or until a signal.
 pub fn sleep(nanos: u64) {
     let time = libc::timespec {
         tv_sec: libc::time_t::try_from(nanos / 1_000_000_000).unwrap_or(1),
@@ -432,7 +432,7 @@ pub fn wall_clock() -> u64 {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: writes to the local; this clock is always there.
+    // SAFETY: writes to the local; this clock always exists.
     unsafe { libc::clock_gettime(libc::CLOCK_REALTIME, &raw mut time) };
     let [seconds, nanos] = [time.tv_sec, time.tv_nsec].map(|part| u64::try_from(part).unwrap_or(0));
     seconds * 1_000_000 + nanos / 1000
@@ -457,7 +457,7 @@ pub fn exists(path: &CStr) -> bool {
     unsafe { libc::access(path.as_ptr(), libc::F_OK) == 0 }
 }
 
-/// Whether somebody takes connections at the socket; the error says why nobody does.
+/// Whether a process accepts connections at the socket; the error says why not.
 pub fn is_served(socket: &CStr) -> Result<(), Errno> {
     // SAFETY: zeros are a valid address.
     let mut address: libc::sockaddr_un = unsafe { core::mem::zeroed() };
@@ -491,7 +491,7 @@ pub fn is_served(socket: &CStr) -> Result<(), Errno> {
         error @ Errno(libc::ENOENT | libc::ECONNREFUSED | libc::ENOTDIR | libc::EACCES) => {
             Err(error)
         }
-        // Its queue is full, or a later driver has another kind of socket.
+        // The socket's queue is full, or a later driver has another kind of socket.
         _ => Ok(()),
     }
 }
@@ -499,7 +499,7 @@ pub fn is_served(socket: &CStr) -> Result<(), Errno> {
 /// Whether a variable of the environment has this value; `None` for no variable.
 #[must_use]
 pub fn environment_is(name: &CStr, value: Option<&CStr>) -> bool {
-    // SAFETY: a C string; what is returned is one too, or null.
+    // SAFETY: a C string; the result is one too, or null.
     let found = unsafe { libc::getenv(name.as_ptr()) };
     match value {
         None => found.is_null(),
@@ -508,7 +508,7 @@ pub fn environment_is(name: &CStr, value: Option<&CStr>) -> bool {
     }
 }
 
-/// Sets a variable of the environment, or removes it. Other threads must not read the environment meanwhile.
+/// Sets or removes a variable of the environment. Other threads must not read the environment meanwhile.
 pub fn set_environment(name: &CStr, value: Option<&CStr>) -> Result<(), Errno> {
     // SAFETY: C strings.
     let result = unsafe {
@@ -525,6 +525,6 @@ pub fn set_environment(name: &CStr, value: Option<&CStr>) -> Result<(), Errno> {
 }
 
 pub(crate) fn write_stderr(text: &[u8]) {
-    // SAFETY: `text` is readable. If stderr is closed, nobody wants to know.
+    // SAFETY: `text` is readable. An error, such as a closed stderr, is ignored.
     unsafe { libc::write(libc::STDERR_FILENO, text.as_ptr().cast(), text.len()) };
 }

@@ -1,8 +1,8 @@
-//! A capped container without a cluster: the layout that `docs/` and the node plugin give a
-//! container, made in a private mount namespace, and programs that run in it.
+//! A capped container without a cluster: the layout that the node plugin gives a container (see `docs/`),
+//! made in a private mount namespace, and programs that run in it.
 //!
-//! Nothing in the shim knows that it is being tested: its paths are constants, so the tests make
-//! those paths. That takes root. A [`World`] belongs to the thread that made it; its children see it.
+//! The shim does not know that it is being tested: its paths are constants, so the tests create those
+//! paths, which needs root. A [`World`] belongs to the thread that made it; its children see it.
 #![allow(
     clippy::unwrap_used,
     clippy::missing_panics_doc,
@@ -43,7 +43,7 @@ const OURS: &str = "/usr/lib/tranche";
 const PRELOAD: &str = "/etc/ld.so.preload";
 const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
-/// What a container may change of the machine's file system without changing it, and a name for each.
+/// Folders with an overlay, so that a container can change them without changing the machine, and a name for each.
 const OVERLAID: [(&str, &str); 3] = [
     ("/usr/lib", "lib"),
     ("/etc", "etc"),
@@ -57,10 +57,10 @@ pub struct World {
     node: Option<Arc<Node>>,
 }
 
-/// What stands behind the shim.
+/// The driver behind the shim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Driver {
-    /// `odd-driver.c` and `odd-nvml.c`: do what they are told.
+    /// `odd-driver.c` and `odd-nvml.c`, which tests can script.
     Odd,
     /// The real driver of a Debian release (`bookworm`, `trixie`), which finds no GPU.
     Real(&'static str),
@@ -68,11 +68,11 @@ pub enum Driver {
     Simulator(u32),
     /// A simulated machine, with so many GPUs.
     Machine(Machine, u32),
-    /// None.
+    /// No driver.
     Missing,
 }
 
-/// The workspace's folder for what is built.
+/// The workspace's target folder.
 #[must_use]
 pub fn target() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target")
@@ -90,7 +90,7 @@ pub fn built(library: &str) -> PathBuf {
     path.canonicalize().unwrap()
 }
 
-/// The project's folder for what is fetched, as its scripts have it.
+/// The project's cache folder, as its scripts define it.
 #[must_use]
 pub fn cache() -> PathBuf {
     let home = || PathBuf::from(std::env::var_os("HOME").expect("HOME is set")).join(".cache");
@@ -130,20 +130,20 @@ impl World {
     #[must_use]
     pub fn new(driver: Driver) -> Self {
         let folder = new_folder();
-        let node = match driver {
+        let simulated = match driver {
             Driver::Simulator(gpus) => Some((Machine::Realistic, gpus)),
             Driver::Machine(machine, gpus) => Some((machine, gpus)),
             _ => None,
         };
-        let node = node.map(|(machine, gpus)| {
+        let node = simulated.map(|(machine, gpus)| {
             let root = folder.with_extension("node");
             Arc::new(Node::start(root, machine, gpus))
         });
         Self::with(driver, node, folder)
     }
 
-    /// A container on a node where others are: each in a thread of its own, started before any of them
-    /// was made.
+    /// A container on a node with other containers. Each is in its own thread, which was started before any of
+    /// them was made.
     #[must_use]
     pub fn on(node: &Arc<Node>) -> Self {
         Self::with(Driver::Simulator(0), Some(Arc::clone(node)), new_folder())
@@ -208,7 +208,7 @@ impl World {
         }
     }
 
-    /// A /dev of the world's own, with the node's GPUs where it has some: a real driver makes its nodes there itself.
+    /// Mounts the world's own /dev, with the node's GPUs if it has some: a real driver makes its nodes there itself.
     fn devices(&self) {
         let dev = self.folder.join("dev");
         fs::create_dir_all(&dev).unwrap();
@@ -238,19 +238,19 @@ impl World {
         mount::move_over(&run, Path::new("/run"));
     }
 
-    /// The node, where there is one.
+    /// The node, if there is one.
     #[must_use]
     pub fn node(&self) -> &Node {
         self.node.as_ref().expect("the simulator's")
     }
 
-    /// Both libraries are loaded into every program, as they are from the start.
+    /// Preloads both libraries into every program, as at the start.
     pub fn with_preload(&self) {
         let list = format!("{OURS}/libcuda.so.1\n{OURS}/libnvidia-ml.so.1\n");
         fs::write(PRELOAD, list).unwrap();
     }
 
-    /// No preload list: only the files at the driver's own names are the shim's.
+    /// Removes the preload list: only the files with the driver's names are the shim's.
     pub fn without_preload(&self) {
         fs::remove_file(PRELOAD).unwrap();
     }
@@ -263,7 +263,7 @@ impl World {
             path: format!("{OURS}/{stem}.1").into(),
         });
         let real_cuda = PathBuf::from(format!("{OURS}/driver/libcuda.so.1"));
-        // A runtime has them mounted.
+        // A container runtime has mounted them.
         for shim in shims.iter().map(|shim| &shim.path).chain([&real_cuda]) {
             mount::bind(shim, shim, true);
         }
@@ -308,7 +308,7 @@ impl World {
         })
     }
 
-    /// Adds a share of `limit` bytes on a GPU where a context takes so many.
+    /// Adds a share of `limit` bytes on a GPU where a context takes `context` bytes.
     pub fn share_beside(
         &self,
         key: &str,
@@ -344,8 +344,8 @@ impl World {
         })
     }
 
-    /// Adds an oversubscribed share of `limit` bytes, of which so many may be memory that cannot move, on a GPU where a context
-    /// takes so many.
+    /// Adds an oversubscribed share of `limit` bytes, with `resident` bytes for memory that cannot move, on a GPU where a
+    /// context takes `context` bytes.
     pub fn share_oversubscribed(
         &self,
         key: &str,
@@ -373,7 +373,7 @@ impl World {
         mount::bind(folder, at, false);
     }
 
-    /// Takes the mount away.
+    /// Removes the mount.
     pub fn unmount(&self, at: &Path) {
         mount::detach(at);
     }
@@ -403,14 +403,14 @@ impl World {
         mount::bind(&on_node, &mounted, read_only);
     }
 
-    /// Takes one of a share's pages away.
+    /// Removes one of a share's pages.
     pub fn remove_page(&self, share: &Share, page: &str) {
         let mounted = share.mounted.join(page);
         mount::detach(&mounted);
         fs::remove_file(mounted).unwrap();
     }
 
-    /// Takes a share away.
+    /// Removes a share.
     pub fn remove(&self, share: &Share) {
         for page in fs::read_dir(&share.mounted).unwrap() {
             mount::detach(&page.unwrap().path());
@@ -418,7 +418,7 @@ impl World {
         fs::remove_dir_all(&share.mounted).unwrap();
     }
 
-    /// Mounts a share's cap page anew, writable.
+    /// Mounts a share's cap page again, writable.
     pub fn make_writable(&self, share: &Share) {
         mount::detach(&share.mounted.join("cap"));
         mount::bind(&share.pages.join("cap"), &share.mounted.join("cap"), false);
@@ -428,7 +428,7 @@ impl World {
     #[must_use]
     pub fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
-        // The caller's own, of tools such as stdbuf.
+        // The caller's own variables, for tools such as stdbuf.
         command.env_remove("LD_PRELOAD");
         command
     }
@@ -439,7 +439,7 @@ impl World {
         self.command(program).args(arguments).output().unwrap()
     }
 
-    /// Starts the probe. `load` is how it gets the driver: see there.
+    /// Starts the probe. `load` is how it loads the driver: see `probe.rs`.
     #[must_use]
     pub fn probe(&self, load: &str) -> Probe {
         Probe::start(self.command(probe_path()).arg(load))
@@ -476,7 +476,7 @@ fn new_folder() -> PathBuf {
 /// The probe's executable.
 #[must_use]
 pub fn probe_path() -> PathBuf {
-    // Cargo leaves programs in its target folder, and tests where CARGO_BUILD_BUILD_DIR says.
+    // Cargo puts programs into its target folder, and tests into CARGO_BUILD_BUILD_DIR.
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     let target =
         target.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"));
@@ -485,7 +485,7 @@ pub fn probe_path() -> PathBuf {
 
 impl Drop for World {
     fn drop(&mut self) {
-        // The page mounts go with the folder they are in.
+        // The mounts of the pages end with their folder.
         mount::detach("/dev".as_ref());
         if self.node.is_some() {
             mount::detach("/run".as_ref());
@@ -524,7 +524,7 @@ impl Share {
         self.read(|account| account.used())
     }
 
-    /// Bytes of memory that cannot move, as the second account of an oversubscribed share has them.
+    /// Bytes of memory that cannot move, from the second account of an oversubscribed share.
     #[must_use]
     pub fn resident(&self) -> u64 {
         let page = fs::read(self.pages.join(RESIDENT)).unwrap();
@@ -536,7 +536,7 @@ impl Share {
         at(AccountPage::snapshot(&self.account()).unwrap())
     }
 
-    /// Grants it `rate` millionths of the GPU's time, for ever, as the node does.
+    /// Grants it `rate` millionths of the GPU's time without an end, as the node does.
     pub fn grant(&self, rate: u64) {
         let refill = Refill {
             rate,
@@ -553,7 +553,7 @@ impl Share {
         cap.write_all_at(&1u64.to_le_bytes(), at).unwrap();
     }
 
-    /// Its pages' folder, as a thread with other mounts reaches it, while this one lives.
+    /// The folder of its pages, for a thread with other mounts, while this thread lives.
     #[must_use]
     pub fn pages_from_outside(&self) -> PathBuf {
         // SAFETY: always succeeds.

@@ -1,4 +1,4 @@
-//! Mounts of a private namespace. Whoever calls these wants them or nothing: they panic.
+//! Mounts of a private namespace. A failure panics.
 
 use std::ffi::{CStr, CString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -31,7 +31,7 @@ fn mount(source: &CStr, target: &Path, kind: &CStr, flags: libc::c_ulong, data: 
     done(result, &format!("mount on {}", target.display()));
 }
 
-/// The calling thread, and whom it starts, get mounts of their own.
+/// Gives the calling thread, and the processes that it starts, their own mounts.
 pub fn private_namespace() {
     // SAFETY: affects this thread's namespace only.
     done(unsafe { libc::unshare(libc::CLONE_NEWNS) }, "unshare");
@@ -67,7 +67,7 @@ pub fn bind(source: &Path, target: &Path, read_only: bool) {
     }
 }
 
-/// Lays a folder, with what is mounted in it, over another.
+/// Mounts a folder, including its mounts, over another one.
 pub fn move_over(source: &Path, target: &Path) {
     mount(
         &c_path(source),
@@ -78,8 +78,8 @@ pub fn move_over(source: &Path, target: &Path) {
     );
 }
 
-/// Takes a mount away, now or when its last user is gone.
+/// Removes a mount, now or after its last user has ended.
 pub fn detach(target: &Path) {
-    // SAFETY: a C string. Where it fails, the namespace's end does the same.
+    // SAFETY: a C string. If it fails, the end of the namespace removes the mount.
     unsafe { libc::umount2(c_path(target).as_ptr(), libc::MNT_DETACH) };
 }

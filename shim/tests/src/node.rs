@@ -1,4 +1,4 @@
-//! The node that a container is on: the simulated machine, seen from outside every container.
+//! The node of a container: the simulated machine, seen from outside of containers.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -17,15 +17,15 @@ use crate::target;
 pub struct Node {
     root: PathBuf,
     daemon: Child,
-    /// A shell with the mounts that the container does not have.
+    /// A shell outside of the container's mounts.
     shell: Mutex<Child>,
 }
 
 /// The simulated machines that tests run on, of H100s of 80 GB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Machine {
-    /// Its driver has no habit that makes accounts hard to keep: what the account says can be compared with
-    /// what the GPU holds at any time, to the byte.
+    /// Its driver has none of the habits that complicate accounting: the account and the GPU's memory can be compared at
+    /// any time, to the byte.
     Simple,
     /// Its driver behaves as a real one (`[habits]` of the machine file).
     Realistic,
@@ -48,12 +48,12 @@ impl Machine {
 pub struct Gpu {
     /// `GPU-…`.
     pub uuid: String,
-    /// Bytes in use, by whatever process and for whatever purpose.
+    /// Bytes in use by all processes.
     pub used: u64,
 }
 
 impl Node {
-    /// Starts a machine. Call it before the thread has mounts of its own.
+    /// Starts a machine. Call it before the thread has its own mounts.
     #[must_use]
     pub fn start(root: PathBuf, machine: Machine, gpus: u32) -> Self {
         install(&root, machine, gpus, NEWEST);
@@ -99,7 +99,7 @@ impl Node {
         page.shared().gpus()[gpu].peak.load(Ordering::Relaxed)
     }
 
-    /// Nanoseconds for which a GPU has stood still so far, because another process's turn came.
+    /// Nanoseconds for which a GPU has stood still so far to switch between processes.
     #[must_use]
     pub fn stood_still(&self, gpu: usize) -> u64 {
         let page = Attachment::new(&DriverRoot::new(&self.root), Access::Observe).unwrap();
@@ -135,7 +135,7 @@ impl Node {
             .collect()
     }
 
-    /// Percent of the last second in which kernels ran on the busiest GPU, whoever's.
+    /// Percent of the last second in which kernels of any process ran on the busiest GPU.
     #[must_use]
     pub fn busiest(&self) -> u64 {
         let answers = self.query("gpu=utilization.gpu");
@@ -185,12 +185,12 @@ pub fn install(root: &Path, machine: Machine, gpus: u32, (version, cuda): Versio
         install.display()
     );
     let model = simulator.join(format!("machines/{}.toml", machine.model()));
-    let text = fs::read_to_string(model).unwrap();
     let file = root.with_extension("toml");
-    let text = text
+    let description = fs::read_to_string(model)
+        .unwrap()
         .replace("\"535.261.03\"", &format!("\"{version}\""))
         .replace("cuda_version = 12020", &format!("cuda_version = {cuda}"));
-    fs::write(&file, text).unwrap();
+    fs::write(&file, description).unwrap();
     let done = Command::new(install)
         .arg(root)
         .arg("--machine")

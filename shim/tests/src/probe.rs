@@ -1,11 +1,11 @@
-//! A CUDA program that does what it is told: commands on stdin, one per line, answers on stdout.
+//! A CUDA program that executes commands: it reads them from stdin, one per line, and writes answers to stdout.
 //!
 //! usage: `tranche-shim-probe HOW [COMMAND]`, where HOW is how the driver is loaded: `name` (dlopen of
 //! libcuda.so.1), `deepbind`, `global`, `namespace` (dlmopen), `default` (RTLD_DEFAULT: preloaded), or a path.
 //!
 //! Besides the commands below it calls any function: see `probe_raw`.
 //!
-//! With a command it carries out that one alone. An answer is the driver's result code and what it wrote.
+//! With a command it executes only that one. An answer is the driver's result code and the values that it wrote.
 
 #![allow(
     clippy::unwrap_used,
@@ -84,10 +84,10 @@ fn main() {
     serve(&cuda);
 }
 
-/// Until `end`, or the end of the input.
+/// Serves until `end`, or until the end of the input.
 fn serve(cuda: &Cuda) {
     let mut line = String::new();
-    // Not locked for longer than a line: the child of a fork reads on.
+    // Not locked for longer than a line, because the child of a fork continues to read.
     while std::io::stdin().read_line(&mut line).unwrap() > 0 {
         let words: Vec<&str> = line.split_whitespace().collect();
         if words.first() == Some(&"end") {
@@ -241,7 +241,7 @@ fn answer_to(cuda: &Cuda, words: &[&str]) -> String {
         }
         "exec" => {
             use std::os::unix::process::CommandExt as _;
-            // What is sent after this answer is the next program's.
+            // Commands after this answer are for the next program.
             println!("0");
             let error = std::process::Command::new("/proc/self/exe")
                 .arg("name")
@@ -293,7 +293,7 @@ fn answer_to(cuda: &Cuda, words: &[&str]) -> String {
     }
 }
 
-/// Another process's descriptor, as it would have sent it.
+/// A copy of another process's descriptor, as if that process had sent it.
 fn take_descriptor(pid: i32, number: i32) -> i64 {
     // SAFETY: both calls take and return numbers.
     unsafe {
@@ -305,7 +305,7 @@ fn take_descriptor(pid: i32, number: i32) -> i64 {
     }
 }
 
-/// Makes a call, or a pair, between two breakpoints, for a debugger. It was made before: nothing is looked up.
+/// Makes a call, or a pair, between two breakpoints, for a debugger. It was made once before, so that nothing is looked up.
 fn between_breakpoints(cuda: &Cuda, what: &str) -> String {
     type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
     type Free = unsafe extern "C" fn(u64) -> u32;
@@ -345,7 +345,7 @@ fn between_breakpoints(cuda: &Cuda, what: &str) -> String {
     format!("{code}")
 }
 
-/// The file and symbol that an address lies in.
+/// The file and symbol of an address.
 fn place(address: *mut c_void) -> (String, String) {
     if address.is_null() {
         return ("-".into(), "-".into());
@@ -366,8 +366,9 @@ fn place(address: *mut c_void) -> (String, String) {
 }
 
 /// Asks the shim and the driver behind it for every symbol, version and flag, in both forms of
-/// cuGetProcAddress. The file has the versions on its first line, then symbols and their classes. Answers how often they said the same, how often ours was the twin of theirs, and
-/// how often neither; the first of those, and the names (at most 50) that were answered so.
+/// cuGetProcAddress. The file has the versions on its first line, then symbols and their classes. Answers how often both
+/// returned the same, how often ours was the twin of theirs, and how often neither; the first such case, and the names (at
+/// most 50) of these cases.
 fn compare(shim: &Cuda, list: &str) -> String {
     type Ask =
         unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
@@ -384,7 +385,7 @@ fn compare(shim: &Cuda, list: &str) -> String {
         .collect();
     let mut names: std::collections::BTreeSet<&str> = class.keys().copied().collect();
     for name in class.keys() {
-        // The names under which the functions are asked for, and those that nobody has.
+        // The names under which the functions are looked up, and names that do not exist.
         let name = name.trim_end_matches("_ptsz").trim_end_matches("_ptds");
         names.insert(name.rsplit_once("_v").map_or(name, |(base, _)| base));
     }
@@ -453,7 +454,7 @@ fn compare(shim: &Cuda, list: &str) -> String {
     format!("0 {same} {ours} {different} {first} {}", names.join(","))
 }
 
-/// Calls `odd_*` of the odd driver, past the shim.
+/// Calls `odd_*` of the odd driver, without the shim.
 fn steer(_: &Cuda, name: &str, value: u64) -> u64 {
     // SAFETY: the shim has opened it; its functions take and return one number.
     unsafe {
@@ -470,7 +471,7 @@ fn steer(_: &Cuda, name: &str, value: u64) -> u64 {
     }
 }
 
-/// A kernel of the simulator's that takes as long as its name says.
+/// A kernel of the simulator, which takes the time in its name.
 fn kernel(cuda: &Cuda, name: &str) -> u64 {
     let ptx = format!(
         ".version 7.0\n.target sm_75\n.address_size 64\n.visible .entry {name}()\n{{\n\tret;\n}}\n"
@@ -549,13 +550,13 @@ fn launch(cuda: &Cuda, how: &str, kernel: u64, millis: u64, each: u64) -> String
     format!("0 {launches}")
 }
 
-/// Launches `kernel` in a loop for `millis` milliseconds with grids that come again never, or only after
-/// `shapes` others, and answers with the blocks that were launched, and the launches.
+/// Launches `kernel` in a loop for `millis` milliseconds, with grids that never repeat, or only after `shapes`
+/// others, and answers with the number of launched blocks and of launches.
 fn launch_growing(cuda: &Cuda, kernel: u64, millis: u64, shapes: u64) -> String {
     let start = std::time::Instant::now();
     let (mut blocks, mut launches) = (0u64, 0u64);
     while start.elapsed().as_millis() < u128::from(millis) {
-        // All below `shapes`, each once, in no order.
+        // All numbers below `shapes`, each once, in a mixed order.
         let grid = 1 + launches * 7919 % shapes;
         #[expect(
             clippy::cast_possible_truncation,
@@ -583,7 +584,7 @@ fn captured(cuda: &Cuda, kernel: u64, stream: u64) -> u64 {
 }
 
 /// Times one call, or a pair: `time WHAT LIVE`, with so many allocations live. Answers with the tenth
-/// lowest of 200 rounds of 1,000, in picoseconds per call: what it takes when nobody interferes.
+/// lowest of 200 rounds of 1,000, in picoseconds per call: the time without interference.
 fn time(cuda: &Cuda, what: &str, live: u64) -> String {
     let mut once = call_of(cuda, what, live);
     let mut rounds: Vec<u128> = (0..200)
@@ -599,8 +600,8 @@ fn time(cuda: &Cuda, what: &str, live: u64) -> String {
     format!("0 {}", rounds[10])
 }
 
-/// Makes the same call some times where somebody counts instructions, after some where nobody does, but
-/// for the first look-up.
+/// Makes the same call several times while instructions are counted, after some uncounted calls, except for the
+/// first look-up.
 fn instructions(cuda: &Cuda, what: &str, live: u64) -> String {
     let mut once = call_of(cuda, what, live);
     if what != "first-address" {
@@ -612,7 +613,7 @@ fn instructions(cuda: &Cuda, what: &str, live: u64) -> String {
     format!("0 {CALLS}")
 }
 
-/// What the counter looks for by name.
+/// The function that the counter finds by name.
 #[unsafe(export_name = "counted_calls")]
 #[inline(never)]
 fn counted_calls(once: &mut dyn FnMut() -> u32) {
@@ -621,10 +622,10 @@ fn counted_calls(once: &mut dyn FnMut() -> u32) {
     }
 }
 
-/// Calls that are counted; each takes the same, but for the first look-up.
+/// Calls that are counted; each takes the same number of instructions, except for the first look-up.
 const CALLS: u32 = 4;
 
-/// What is timed or counted.
+/// The call that is timed or counted.
 #[derive(Clone, Copy)]
 enum Measured {
     Pass,
@@ -645,7 +646,7 @@ impl Measured {
             "full" => Self::Full,
             "info" => Self::Info,
             "launch" => Self::Launch,
-            // The first is asked for in a process that has looked nothing up.
+            // The first look-up must be in a process without an earlier one.
             "address" | "first-address" => Self::Address,
             _ => panic!("{what}: not timed"),
         }
@@ -654,8 +655,8 @@ impl Measured {
 
 /// A call, or a pair, for `time` and `instructions`.
 ///
-/// Names are compared here, not in each call: the C library compares strings that lie near the end of a page in
-/// another way, which takes eight instructions more, and where a name lies changes with the environment.
+/// Names are compared here, not in each call: the C library takes eight more instructions to compare strings near the
+/// end of a page, and the address of a name changes with the environment.
 fn call_of(cuda: &Cuda, what: &str, live: u64) -> impl FnMut() -> u32 + use<> {
     type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
     type Free = unsafe extern "C" fn(u64) -> u32;
@@ -709,7 +710,7 @@ fn call_of(cuda: &Cuda, what: &str, live: u64) -> impl FnMut() -> u32 + use<> {
     }
 }
 
-/// The child serves until `end`; then the parent goes on.
+/// Forks: the child serves until `end`; then the parent continues.
 fn fork(cuda: &Cuda) -> String {
     // SAFETY: this program has one thread when it is told to fork.
     match unsafe { libc::fork() } {

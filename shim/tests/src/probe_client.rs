@@ -1,4 +1,4 @@
-//! The test's end of a probe.
+//! A test's connection to a probe.
 
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -16,7 +16,7 @@ pub struct Probe {
 pub struct Answer {
     /// Its result code.
     pub code: i64,
-    /// What else it said.
+    /// The other values.
     pub values: Vec<String>,
 }
 
@@ -45,7 +45,7 @@ impl Probe {
         }
     }
 
-    /// Starts a probe by a command of the test's own.
+    /// Starts a probe by the test's own command.
     #[must_use]
     pub fn by(command: &mut Command) -> Self {
         Self::start(command)
@@ -88,7 +88,7 @@ impl Probe {
         self.ask(&format!("call {call}")).code
     }
 
-    /// Calls one that must succeed, and returns word 0.
+    /// Calls a function that must succeed, and returns word 0.
     pub fn get(&mut self, call: &str) -> u64 {
         assert_eq!(self.call(call), 0, "{call}");
         self.must("words 0 1").number(0)

@@ -1,7 +1,7 @@
-//! What calls of a real driver cost, in nanoseconds: `cost LIVE`.
+//! The time of calls of a real driver, in nanoseconds: `cost LIVE`.
 //!
-//! Unlike `time`, which knows the tests' own drivers, it takes nothing for granted: the kernel comes from
-//! PTX, launches never fill the driver's queue, and no more memory is taken than `LIVE` small blocks.
+//! Unlike `time`, which is for the tests' own drivers, it works with any driver: the kernel comes from PTX, launches
+//! never fill the driver's queue, and it takes no more memory than `LIVE` small blocks.
 
 use std::ffi::c_void;
 use std::time::Instant;
@@ -67,7 +67,7 @@ pub fn cost(find: impl Fn(&str) -> *mut c_void, kernel: u64, live: u64) -> Strin
 }
 
 impl Calls {
-    /// The median of the rounds. What was launched is waited for between rounds, outside of the time.
+    /// The median of the rounds. Launches are waited for between rounds, outside of the measured time.
     fn median(&self, once: impl Fn()) -> f64 {
         let round = || {
             let start = Instant::now();

@@ -1,6 +1,6 @@
-//! Any function of the driver by name, with a scratch pad of words for what it reads and writes.
+//! Calls any function of the driver by name, with a buffer of words for its arguments and results.
 //!
-//! `call NAME ARGUMENT…`: an argument is a number, `&N` the address of word N, `$N` what is in it.
+//! `call NAME ARGUMENT…`: an argument is a number, `&N` is the address of word N, `$N` its value.
 //! `set N NUMBER…` writes words from N on, `words N COUNT` reads them. `address-of N M` writes the address of word M to word N.
 
 use std::ffi::c_void;
@@ -12,7 +12,7 @@ type Call = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64) -> u32;
 
 static PAD: Mutex<[u64; WORDS]> = Mutex::new([0; WORDS]);
 
-/// Carries out one of the commands above.
+/// Executes one of the commands above.
 pub fn answer_to(words: &[&str], find: impl Fn(&str) -> *mut c_void) -> Option<String> {
     let mut pad = PAD.lock().unwrap();
     let number = |word: &str| -> usize { word.parse().unwrap() };

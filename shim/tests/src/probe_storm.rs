@@ -1,4 +1,4 @@
-//! Threads that take and give back device memory at random, in every way that there is.
+//! Threads that allocate and free device memory at random, in every way.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ const ELEMENT: u64 = 16;
 
 type Call = unsafe extern "C" fn(u64, u64, u64, u64, u64, u64) -> u32;
 
-/// The driver, and what came of the calls so far.
+/// The driver, and counters of the calls so far.
 pub struct Storm<F> {
     find: F,
     taken: AtomicU64,
@@ -17,8 +17,8 @@ pub struct Storm<F> {
     failed: AtomicU64,
 }
 
-/// What a thread holds.
-enum Held {
+/// Memory that a thread holds.
+enum LiveMemory {
     Pointer(u64),
     Handle(u64),
     Mapped { at: u64, bytes: u64 },
@@ -50,14 +50,14 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
     }
 
     /// `count` threads, `operations` each, with up to `most` bytes at once. Answers with how many
-    /// took memory, how many were refused, and how many failed otherwise; all is given back then.
+    /// took memory, how many were refused, and how many failed otherwise; then all is freed.
     pub fn run(&self, count: u64, operations: u64, most: u64) -> String {
         let mut context = [0u64];
         self.call(
             "cuCtxGetCurrent",
             [context.as_mut_ptr() as u64, 0, 0, 0, 0, 0],
         );
-        let context = context[0];
+        let [context] = context;
         std::thread::scope(|scope| {
             for thread in 0..count {
                 scope.spawn(move || {
@@ -96,7 +96,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         }
     }
 
-    /// A call that takes memory: what it wrote to its first argument.
+    /// Makes a call that takes memory; returns what it wrote to its first argument.
     fn ask(&self, name: &str, rest: [u64; 5]) -> Option<u64> {
         let mut out = [0u64];
         let [x1, x2, x3, x4, x5] = rest;
@@ -126,25 +126,25 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         }
     }
 
-    fn take(&self, random: &mut Random, most: u64) -> Option<Held> {
+    fn take(&self, random: &mut Random, most: u64) -> Option<LiveMemory> {
         let bytes = 1 + random.below(most);
         let blocks = bytes.next_multiple_of(BLOCK);
         match random.below(12) {
             0 | 1 => self
                 .ask("cuMemAlloc_v2", [bytes, 0, 0, 0, 0])
-                .map(Held::Pointer),
+                .map(LiveMemory::Pointer),
             2 | 3 => {
                 let bytes = 1 + random.below(1 << 20);
                 self.ask("cuMemAlloc_v2", [bytes, 0, 0, 0, 0])
-                    .map(Held::Pointer)
+                    .map(LiveMemory::Pointer)
             }
             4 => self
                 .ask("cuMemAllocAsync", [bytes, 0, 0, 0, 0])
-                .map(Held::Pointer),
+                .map(LiveMemory::Pointer),
             5 => {
                 let bytes = 1 + random.below(1 << 20);
                 self.ask("cuMemAllocAsync_ptsz", [bytes, 0, 0, 0, 0])
-                    .map(Held::Pointer)
+                    .map(LiveMemory::Pointer)
             }
             6 => {
                 let mut pitch = 0u64;
@@ -153,7 +153,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
                     "cuMemAllocPitch_v2",
                     [(&raw mut pitch) as u64, 4000, rows, 4, 0],
                 )
-                .map(Held::Pointer)
+                .map(LiveMemory::Pointer)
             }
             7 => {
                 // Pinned memory of device 0, which can be exported.
@@ -164,7 +164,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
                     self.pass_on(handle);
                 }
                 Some(if random.below(2) == 0 {
-                    Held::Handle(handle)
+                    LiveMemory::Handle(handle)
                 } else {
                     self.map(random, handle, blocks)
                 })
@@ -200,8 +200,8 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         unsafe { libc::close(descriptor.cast_signed()) };
     }
 
-    /// Maps a handle; releases it now, while it is mapped, or keeps it for another mapping.
-    fn map(&self, random: &mut Random, handle: u64, bytes: u64) -> Held {
+    /// Maps a handle, and releases the handle now, or keeps it for another mapping.
+    fn map(&self, random: &mut Random, handle: u64, bytes: u64) -> LiveMemory {
         let mut at = 0u64;
         self.must(
             "cuMemAddressReserve",
@@ -217,10 +217,10 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
             self.must("cuMemRelease", [again, 0, 0, 0, 0, 0]);
         }
         self.must("cuMemRelease", [handle, 0, 0, 0, 0, 0]);
-        Held::Mapped { at, bytes }
+        LiveMemory::Mapped { at, bytes }
     }
 
-    fn array(&self, random: &mut Random, bytes: u64) -> Option<Held> {
+    fn array(&self, random: &mut Random, bytes: u64) -> Option<LiveMemory> {
         let width = 1 + random.below(4096);
         let height = 1 + bytes / (width * ELEMENT).max(1) % 16_384;
         // Four floats.
@@ -230,18 +230,18 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
                 "cuArrayCreate_v2",
                 [[width, height, 0x20 | 4 << 32].as_ptr() as u64, 0, 0, 0, 0],
             )
-            .map(Held::Array)
+            .map(LiveMemory::Array)
         } else {
             self.ask(
                 "cuMipmappedArrayCreate",
                 [shape.as_ptr() as u64, 1 + random.below(4), 0, 0, 0],
             )
-            .map(Held::Mipmap)
+            .map(LiveMemory::Mipmap)
         }
     }
 
-    /// A pool that keeps some, with a few allocations.
-    fn pool(&self, random: &mut Random, bytes: u64) -> Held {
+    /// A pool that keeps some memory, with a few allocations.
+    fn pool(&self, random: &mut Random, bytes: u64) -> LiveMemory {
         const RELEASE_THRESHOLD: u64 = 4;
         let mut properties = [0u64; 11];
         (properties[0], properties[1]) = (1, 1);
@@ -278,17 +278,16 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         if let Some(early) = pointers.pop() {
             self.must("cuMemFreeAsync", [early, 0, 0, 0, 0, 0]);
         }
-        Held::Pool { pool, pointers }
+        LiveMemory::Pool { pool, pointers }
     }
 
     /// A graph with one memory node.
-    fn graph(&self, bytes: u64) -> Held {
+    fn graph(&self, bytes: u64) -> LiveMemory {
         let (mut graph, mut node, mut executable) = (0u64, 0u64, 0u64);
         self.must("cuGraphCreate", [(&raw mut graph) as u64, 0, 0, 0, 0, 0]);
         let mut parameters = [0u64; 15];
         (parameters[0], parameters[1], parameters[13]) = (1, 1, bytes);
-        let parameters = parameters.as_mut_ptr() as u64;
-        let ask = [graph, 0, 0, parameters, 0];
+        let ask = [graph, 0, 0, parameters.as_mut_ptr() as u64, 0];
         node = self.ask("cuGraphAddMemAllocNode", ask).unwrap_or(node);
         if node != 0 {
             executable = self
@@ -298,26 +297,26 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
         if executable != 0 {
             self.must("cuGraphLaunch", [executable, 0, 0, 0, 0, 0]);
         }
-        Held::Graph { graph, executable }
+        LiveMemory::Graph { graph, executable }
     }
 
-    fn free_again(&self, random: &mut Random, held: Held) {
+    fn free_again(&self, random: &mut Random, held: LiveMemory) {
         let one = |number| [number, 0, 0, 0, 0, 0];
         match held {
-            // Any pointer by any call.
-            Held::Pointer(pointer) if random.below(2) == 0 => {
+            // Any call frees any pointer.
+            LiveMemory::Pointer(pointer) if random.below(2) == 0 => {
                 self.must("cuMemFree_v2", one(pointer));
             }
-            Held::Pointer(pointer) => self.must("cuMemFreeAsync", one(pointer)),
-            Held::Handle(handle) => self.must("cuMemRelease", one(handle)),
-            Held::Mapped { at, bytes } => {
+            LiveMemory::Pointer(pointer) => self.must("cuMemFreeAsync", one(pointer)),
+            LiveMemory::Handle(handle) => self.must("cuMemRelease", one(handle)),
+            LiveMemory::Mapped { at, bytes } => {
                 self.must("cuMemUnmap", [at, bytes, 0, 0, 0, 0]);
                 self.must("cuMemAddressFree", [at, bytes, 0, 0, 0, 0]);
             }
-            Held::Array(array) => self.must("cuArrayDestroy", one(array)),
-            Held::Mipmap(mipmap) => self.must("cuMipmappedArrayDestroy", one(mipmap)),
-            Held::Pool { pool, pointers } => {
-                // The pool goes first, last, or in between.
+            LiveMemory::Array(array) => self.must("cuArrayDestroy", one(array)),
+            LiveMemory::Mipmap(mipmap) => self.must("cuMipmappedArrayDestroy", one(mipmap)),
+            LiveMemory::Pool { pool, pointers } => {
+                // The pool is destroyed first, last, or in between.
                 let when = random.below(pointers.len() as u64 + 1);
                 for (nth, pointer) in pointers.iter().enumerate() {
                     if nth as u64 == when {
@@ -329,7 +328,7 @@ impl<F: Fn(&str) -> *mut c_void + Sync> Storm<F> {
                     self.must("cuMemPoolDestroy", one(pool));
                 }
             }
-            Held::Graph { graph, executable } => {
+            LiveMemory::Graph { graph, executable } => {
                 self.must("cuGraphDestroy", one(graph));
                 if executable != 0 {
                     self.must("cuGraphExecDestroy", one(executable));

@@ -1,4 +1,4 @@
-//! A probe under the hand of a debugger: run instruction by instruction, and killed at any of them.
+//! A probe under a debugger, which runs it instruction by instruction and can kill it at any of them.
 
 use std::ptr;
 
@@ -9,7 +9,7 @@ use libc::{c_int, c_void, pid_t};
 pub struct Traced(pid_t);
 
 impl Traced {
-    /// Takes hold of a running process, which goes on.
+    /// Attaches to a running process, which continues.
     #[must_use]
     pub fn seize(pid: u32) -> Self {
         let traced = Self(pid.cast_signed());
@@ -17,12 +17,12 @@ impl Traced {
         traced
     }
 
-    /// Waits until it comes to a breakpoint.
+    /// Waits until it reaches a breakpoint.
     pub fn to_breakpoint(&self) {
         assert!(self.stopped_at_breakpoint(), "no breakpoint");
     }
 
-    /// Lets it run one instruction; whether that was a breakpoint.
+    /// Lets it run one instruction; returns whether that was a breakpoint.
     #[must_use]
     pub fn step(&self) -> bool {
         self.request(libc::PTRACE_SINGLESTEP, ptr::null_mut());

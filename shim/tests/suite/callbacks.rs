@@ -1,5 +1,5 @@
-//! A driver that calls back: in each of its calls, those that the shim makes itself included, a callback uses CUDA of
-//! every family. Nothing may wait for itself, and nothing may be counted wrong.
+//! A driver that calls back: in each of its calls, including those of the shim itself, a callback uses CUDA functions of
+//! every family. There must be no deadlock and no wrong account.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -48,7 +48,7 @@ fn install(world: &World) {
     );
 }
 
-/// A process in whose driver callbacks run from before it joins.
+/// A process in whose driver callbacks run already before it joins.
 fn start(case: &Case, families: u64) -> Probe {
     let mut probe = case.world.probe("name");
     // The driver is opened by the first call.
@@ -65,7 +65,7 @@ fn start(case: &Case, families: u64) -> Probe {
 const FAMILIES: u64 = 10;
 const ALL: u64 = (1 << FAMILIES) - 1;
 
-/// By threads that take memory in every way, and launch; then contexts end, and all is given back.
+/// Threads take memory in every way, and launch; then contexts end, and all is given back.
 fn run(families: u64, operations: u64) {
     let mut case = Case::new();
     case.probe.must("unprimary 0");
@@ -104,8 +104,8 @@ fn a_callback_may_use_each_family_alone() {
     }
 }
 
-/// A primary context is reset, with what was allocated in it meanwhile, within a call that releases it: who notes its
-/// end is not who ended it.
+/// A callback resets a primary context, with later allocations in it, inside a call that releases it: the call that notes
+/// the end is not the one that ended it.
 #[test]
 fn a_context_that_ends_within_another_call_leaves_no_charge() {
     let mut case = Case::new();

@@ -1,4 +1,4 @@
-//! The cap: to the byte, over every path, for every device and process.
+//! The cap holds to the byte, on every path, for every device and process.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ pub const GPU_0: &str = "GPU-11111111-1111-1111-1111-111111111100";
 pub const GPU_1: &str = "GPU-11111111-1111-1111-1111-111111111101";
 
 pub const CAP: u64 = 20 << 30;
-/// What the driver takes memory in.
+/// The driver takes memory in blocks of so many bytes.
 pub const BLOCK: u64 = 2 << 20;
 const OUT_OF_MEMORY: i64 = 2;
 
@@ -22,14 +22,14 @@ pub fn one_gpu() -> (World, Share) {
     (world, share)
 }
 
-/// A process that has initialised CUDA on so many GPUs, with a context on the first.
+/// A process that has initialised CUDA with `devices` GPUs, and has a context on the first.
 pub fn ready(world: &World, devices: u32) -> Probe {
     let mut probe = world.probe("name");
     start(&mut probe, devices);
     probe
 }
 
-/// The same with a process that has just begun.
+/// The same with a process that was just started.
 pub fn start(probe: &mut Probe, devices: u32) {
     // The odd driver is opened by the first call.
     probe.ask("count");
@@ -49,13 +49,13 @@ fn the_cap_is_exact_to_the_byte() {
     probe.must(&format!("free {}", whole.number(0)));
     assert_eq!(share.used(), 0);
     assert_eq!(probe.ask(&format!("alloc {}", CAP + 1)).code, OUT_OF_MEMORY);
-    // Refused, and goes on.
+    // After a refusal it continues.
     probe.must(&format!("alloc {}", CAP - (1 << 20)));
     assert_eq!(share.used(), CAP, "as the driver takes it: in blocks");
     probe.must("free-last");
     probe.must(&format!("alloc {}", CAP - BLOCK));
     let last = probe.must("alloc 1048576").number(0);
-    // What would lie in that block would need another while it is asked for.
+    // It would lie in that block, but needs a reservation of another block meanwhile.
     assert_eq!(probe.ask("alloc 1").code, OUT_OF_MEMORY);
     probe.must(&format!("free {last}"));
     probe.must(&format!("alloc {BLOCK}"));
@@ -63,7 +63,7 @@ fn the_cap_is_exact_to_the_byte() {
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
 }
 
-/// Where a block no longer fits, what is left of the cap can still be had, to the byte.
+/// If no whole block is left, the rest of the cap can still be allocated, to the byte.
 #[test]
 fn the_last_piece_of_a_cap_needs_no_whole_block() {
     const ODD: u64 = (3 << 20) + 12345;
@@ -101,7 +101,7 @@ fn every_family_is_charged_and_any_free_gives_back() {
     }
 }
 
-/// Small allocations share blocks: each block is charged once, for as long as anything lies in it.
+/// Small allocations share blocks. Each block is charged once, while it contains an allocation.
 #[test]
 fn a_block_is_charged_while_anything_lies_in_it() {
     let (world, share) = one_gpu();
@@ -110,7 +110,7 @@ fn a_block_is_charged_while_anything_lies_in_it() {
         .map(|_| probe.must("alloc 4096").number(0))
         .collect();
     assert_eq!(share.used(), 2 * BLOCK, "512 in each");
-    // One of each stays.
+    // One allocation in each block stays.
     for nth in (0..1024).filter(|nth| nth % 512 != 7) {
         probe.must(&format!("free {}", pointers[nth]));
     }
@@ -121,7 +121,7 @@ fn a_block_is_charged_while_anything_lies_in_it() {
     assert_eq!(share.used(), 0);
 }
 
-/// What a pool keeps is charged, until it gives it back.
+/// Memory that a pool keeps is charged until the pool gives it back.
 #[test]
 fn a_pool_is_charged_with_what_it_keeps() {
     let (world, share) = one_gpu();
@@ -139,7 +139,7 @@ fn a_pool_is_charged_with_what_it_keeps() {
     assert_eq!(share.used(), 0);
 }
 
-/// Under pressure a pool's unused memory is there for whoever needs it, and no more than is needed.
+/// If the cap is full, a pool's unused memory is given back, but no more than is needed.
 #[test]
 fn a_full_cap_trims_the_pools() {
     let (world, share) = one_gpu();
@@ -167,7 +167,7 @@ fn a_full_cap_trims_the_pools() {
     );
 }
 
-/// What was freed in a stream's order is waited for before anybody is refused.
+/// Before an allocation is refused, pending stream-ordered frees are waited for.
 #[test]
 fn a_full_cap_waits_for_pending_frees() {
     let (world, share) = one_gpu();
@@ -182,7 +182,7 @@ fn a_full_cap_waits_for_pending_frees() {
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
 }
 
-/// Where nothing of the cap is left, what a pool has and does not use is still there for its allocations.
+/// If nothing of the cap is left, a pool's unused memory can still be allocated from it.
 #[test]
 fn a_pool_with_room_is_used_where_the_cap_is_full() {
     let (world, share) = one_gpu();
@@ -204,7 +204,7 @@ fn a_pool_with_room_is_used_where_the_cap_is_full() {
     assert_eq!(probe.ask("steer held 0").code, i64::try_from(CAP).unwrap());
 }
 
-/// What is freed in a capture is in use until the graph is launched, and nobody waits for that: a pool without any other
+/// Memory that is freed in a capture is in use until the graph is launched, and no call waits for that: a pool without other
 /// room is not used.
 #[test]
 fn what_a_pool_has_in_use_is_not_room() {
@@ -224,7 +224,7 @@ fn what_a_pool_has_in_use_is_not_room() {
     assert_eq!((peak, share.used()), (i64::try_from(CAP).unwrap(), CAP));
 }
 
-/// What is left in the share is not taken twice for a module's variables.
+/// The rest of the share is not reserved twice for a module's variables.
 #[test]
 fn a_module_is_loaded_into_what_a_pool_has_freed() {
     let (world, share) = one_gpu();
@@ -239,14 +239,14 @@ fn a_module_is_loaded_into_what_a_pool_has_freed() {
     assert_eq!(share.used(), 0);
 }
 
-/// Memory that another process exported is charged to who imports it, by every way, until it is let go.
+/// Memory that another process exported is charged to the importer, in every way of importing, until it is released.
 #[test]
 fn an_import_is_charged_for_as_long_as_it_is_held() {
     const BYTES: u64 = 10 * BLOCK;
     let (world, share) = one_gpu();
     let mut probe = ready(&world, 1);
     probe.ask(&format!("steer foreign {BYTES}"));
-    // The handle is passed by value: on the stack, behind the words of registers.
+    // The handle is passed by value: on the stack, after the words for registers.
     let ipc = "cuIpcOpenMemHandle_v2 &0 0 0 0 0 0";
     let pool = "cuMemPoolImportPointer &0 8192 &8";
     let vmm = "cuMemImportFromShareableHandle &0 7 1";
@@ -272,7 +272,7 @@ fn an_import_is_charged_for_as_long_as_it_is_held() {
     assert_eq!(share.used(), BYTES, "it is mapped");
     assert_eq!(probe.call(&format!("cuMemUnmap 4096 {BYTES}")), 0);
     assert_eq!(share.used(), 0);
-    // Without room for it, it is let go again.
+    // If there is no room for it, it is released again.
     let all = probe.must(&format!("alloc {}", CAP - BLOCK)).number(0);
     for import in [ipc, pool, vmm] {
         assert_eq!(probe.call(import), OUT_OF_MEMORY, "{import}");
@@ -281,7 +281,7 @@ fn an_import_is_charged_for_as_long_as_it_is_held() {
     assert_eq!(share.used(), 0);
 }
 
-/// What was imported into a context, and what its sparse arrays show, ends with it.
+/// Imports into a context, and mappings to its sparse arrays, end with it.
 #[test]
 fn what_a_context_holds_of_others_ends_with_it() {
     const BYTES: u64 = 10 * BLOCK;
@@ -295,13 +295,13 @@ fn what_a_context_holds_of_others_ends_with_it() {
     assert_eq!(share.used(), BYTES);
     probe.must(&format!("destroy {CONTEXT}"));
     assert_eq!(share.used(), 0);
-    // Another context has its handle.
+    // Another context gets its handle.
     probe.must("context 0");
     let pointer = probe.get(open);
     assert_eq!(share.used(), BYTES);
     assert_eq!(probe.call(&format!("cuIpcCloseMemHandle {pointer}")), 0);
     assert_eq!(share.used(), 0);
-    // A sparse array of 64 × 64 floats, and memory that only it shows.
+    // A sparse array of 64 × 64 floats, and memory that only the array keeps.
     probe.must(&format!("set 16 64 64 0 {} 64", 0x20u64 | 1 << 32));
     let array = probe.get("cuArray3DCreate_v2 &0 &16");
     probe.must("set 24 4294967297 1 0 0");
@@ -314,8 +314,8 @@ fn what_a_context_holds_of_others_ends_with_it() {
     assert_eq!(share.used(), 0);
 }
 
-/// A real driver's descriptors are all of one file (`/dev/nvidiactl`): each keeps its own memory, and what this process
-/// exported is told from what another did.
+/// All descriptors of a real driver are of one file (`/dev/nvidiactl`). Each keeps its own memory, and this process's exports
+/// are distinguished from another's.
 #[test]
 fn descriptors_of_one_file_are_told_apart() {
     const BYTES: u64 = 10 * BLOCK;
@@ -348,11 +348,11 @@ fn descriptors_of_one_file_are_told_apart() {
         probe.must("info");
         assert_eq!(share.used(), left);
     }
-    // The shim's is closed too.
+    // The shim's witness is closed too.
     assert_eq!(probe.must("descriptors").number(0), before + 1);
 }
 
-/// What a destroyed pool had is there until the descriptors by which others open it are closed.
+/// The memory of a destroyed pool exists until the descriptors by which it was exported are closed.
 #[test]
 fn an_open_descriptor_keeps_what_a_pool_had() {
     const BYTES: u64 = 64 << 20;
@@ -375,8 +375,8 @@ fn an_open_descriptor_keeps_what_a_pool_had() {
     assert_eq!(share.used(), CAP);
 }
 
-/// A graph that takes its memory at its first launch finds it charged already, and what the driver keeps
-/// of it afterwards stays charged.
+/// The memory that a graph takes at its first launch is charged before, and what the driver keeps afterwards
+/// stays charged.
 #[test]
 fn a_graph_is_charged_before_it_is_launched() {
     const BYTES: u64 = 1 << 30;
@@ -400,13 +400,13 @@ fn a_graph_is_charged_before_it_is_launched() {
     probe.must(&format!("free {rest}"));
     assert_eq!(probe.call(&format!("cuGraphExecDestroy {executable}")), 0);
     assert_eq!(share.used(), BYTES, "the driver keeps it");
-    // There for whoever needs it.
+    // Another allocation can use it.
     let all = probe.must(&format!("alloc {CAP}")).number(0);
     probe.must(&format!("free {all}"));
     assert_eq!(share.used(), 0);
 }
 
-/// A pool that grows by more than any so far: what it took too much it does not keep.
+/// A pool that grows by more than any known one: it does not keep what is not covered.
 #[test]
 fn a_pool_that_takes_too_much_is_refused() {
     let (world, share) = one_gpu();
@@ -429,7 +429,7 @@ fn a_pitched_allocation_is_charged_as_the_driver_pads_it() {
     assert_eq!(share.used(), (512u64 * 100_000).next_multiple_of(BLOCK));
     probe.must(&format!("free {pointer}"));
     assert_eq!(share.used(), 0);
-    // A driver that pads less, and one that pads more than any so far.
+    // A driver that pads less, and one that pads more than any known one.
     probe.ask("steer pitch 128");
     let pointer = probe.must("pitch 100 100000").number(0);
     assert_eq!(share.used(), (128u64 * 100_000).next_multiple_of(BLOCK));
@@ -438,7 +438,7 @@ fn a_pitched_allocation_is_charged_as_the_driver_pads_it() {
     probe.must("pitch 100 2000");
     let padded = (4096u64 * 2000).next_multiple_of(BLOCK);
     assert!(share.used() <= padded + BLOCK && share.used() >= 4096 * 2000);
-    // And does not get past the cap by it.
+    // The padding does not exceed the cap.
     probe.must(&format!("alloc {}", CAP - share.used() - BLOCK));
     assert_eq!(probe.ask("pitch 100 2000").code, OUT_OF_MEMORY);
     assert_eq!(share.used(), CAP - BLOCK);
@@ -460,7 +460,7 @@ fn what_the_driver_refuses_is_not_charged() {
         assert_eq!(probe.ask(command).code, code);
         assert_eq!(share.used(), 0);
     }
-    // Arguments that it refuses reach it.
+    // Invalid arguments reach the driver, which refuses them.
     assert_eq!(probe.ask("alloc 0").code, 1);
     assert_eq!(probe.ask("alloc-null 4096").code, 1);
 }
@@ -475,7 +475,7 @@ fn a_free_that_the_driver_refuses_stays_charged() {
     assert_eq!(share.used(), BLOCK);
     probe.must(&format!("free {pointer}"));
     assert_eq!(share.used(), 0);
-    // Freed twice, and never allocated: the driver says so itself.
+    // Freed twice, and never allocated: the driver returns the error.
     assert_eq!(probe.ask(&format!("free {pointer}")).code, 1);
     assert_eq!(probe.ask("free 12345").code, 1);
     assert_eq!(share.used(), 0);
@@ -501,7 +501,7 @@ fn total_and_free_are_the_shares() {
     let info = probe.must("info");
     assert_eq!((info.number(0), info.number(1)), (CAP, CAP));
     assert_eq!(probe.must("total 0").number(0), CAP);
-    // 32 bits hold no 20 GiB.
+    // 32 bits cannot hold 20 GiB.
     assert_eq!(probe.must("total-legacy 0").number(0), u64::from(u32::MAX));
     probe.must("alloc 4096");
     assert_eq!(probe.must("info").number(0), CAP - BLOCK);
@@ -518,7 +518,7 @@ fn total_and_free_are_the_shares() {
 #[test]
 fn free_is_no_more_than_the_device_has() {
     let world = World::new(Driver::Odd);
-    // More than the odd GPU's 80 GiB: a page that promises too much does not make us lie.
+    // More than the odd GPU's 80 GiB: the shim does not report more than the device has, whatever the page says.
     world.share("gpu-0", GPU_0, Some(100 << 30));
     let mut probe = ready(&world, 1);
     let info = probe.must("info");
@@ -528,7 +528,7 @@ fn free_is_no_more_than_the_device_has() {
 #[test]
 fn each_gpu_has_its_own_cap() {
     let world = World::new(Driver::Odd);
-    // Folders in the other order than the GPUs.
+    // The folders are in another order than the GPUs.
     let second = world.share("a", GPU_1, Some(40 << 30));
     let first = world.share("b", GPU_0, Some(20 << 30));
     let mut probe = ready(&world, 2);
@@ -584,7 +584,7 @@ fn a_gpu_without_a_cap_is_the_drivers() {
     assert_eq!(capped.used(), 0);
 }
 
-/// What `dead` left is given back: no call fails that begins a second later.
+/// What the process `dead` left is given back within a second: then no call fails any more.
 fn succeeds_soon(probe: &mut Probe, call: &str, dead: &str) {
     let start = Instant::now();
     loop {
@@ -604,7 +604,7 @@ fn a_killed_process_returns_its_charge() {
     let mut other = ready(&world, 1);
     assert_eq!(other.ask("alloc 1").code, OUT_OF_MEMORY);
     victim.kill();
-    // It was looked for a moment ago: not at once, but soon.
+    // The last search was a moment ago, so it is found soon, but not at once.
     succeeds_soon(&mut other, "alloc 4096", "the victim");
     assert_eq!(share.used(), BLOCK);
     let processes: Vec<_> = share.read(|account| account.processes().collect());
@@ -615,9 +615,9 @@ fn a_killed_process_returns_its_charge() {
     );
 }
 
-/// What a process left is not told to the next as used.
+/// What a process left is not reported to the next one as used.
 #[test]
-fn a_process_that_ended_is_not_in_the_way_of_the_next() {
+fn memory_of_an_ended_process_is_free_for_the_next() {
     let (world, share) = one_gpu();
     let mut first = ready(&world, 1);
     let mut second = ready(&world, 1);
@@ -658,8 +658,8 @@ fn a_child_has_its_own_slot_and_charges() {
     let mut probe = ready(&world, 1);
     let pointer = probe.must("alloc 4096").number(0);
     assert_eq!(probe.ask("fork").values, ["child"]);
-    // The child's driver (ours keeps its state across fork) frees what the parent is charged for:
-    // the charge stays the parent's.
+    // In the child, this driver (which keeps its state across fork) frees the parent's memory: the charge
+    // stays the parent's.
     probe.must("alloc 1048576");
     assert_eq!(share.used(), 2 * BLOCK);
     assert_eq!(share.read(|account| account.processes().count()), 2);
@@ -669,14 +669,14 @@ fn a_child_has_its_own_slot_and_charges() {
     probe.send("end");
     assert_eq!(probe.receive().code, 0);
     assert_eq!(probe.receive().values, ["parent"]);
-    // The dead child's charge goes when somebody needs it.
+    // The dead child's charge is given back when another process needs it.
     probe.must(&format!("alloc {}", CAP - BLOCK));
     assert_eq!(share.used(), CAP);
     probe.must(&format!("free {pointer}"));
     assert_eq!(share.used(), CAP - BLOCK);
 }
 
-/// What a program was charged goes with it when it becomes another.
+/// exec gives back all that a program was charged.
 #[test]
 fn exec_gives_everything_back() {
     let (world, share) = one_gpu();
@@ -688,7 +688,7 @@ fn exec_gives_everything_back() {
     assert_eq!(share.used(), CAP);
 }
 
-/// A request that is refused takes nothing meanwhile that another's would need.
+/// A request that is refused does not reserve anything meanwhile that another one would need.
 #[test]
 fn a_refusal_does_not_refuse_others() {
     for shares in [1, 2] {
@@ -706,10 +706,10 @@ fn a_refusal_does_not_refuse_others() {
     }
 }
 
-/// A driver frees what a process had when the last of its files is closed, and a child by fork has them
-/// too: workers that outlive a training script are known for it.
+/// A driver frees a process's memory when the last of its files is closed, and a forked child has these files
+/// too, such as a worker that outlives its training script.
 #[test]
-fn what_a_dead_parent_had_is_charged_until_its_child_closes_the_files() {
+fn a_dead_parents_memory_is_charged_until_its_child_closes_it() {
     for last in ["end", "exec", "close-all"] {
         let (world, share) = one_gpu();
         let mut parent = ready(&world, 1);
@@ -717,7 +717,7 @@ fn what_a_dead_parent_had_is_charged_until_its_child_closes_the_files() {
         let mut other = ready(&world, 1);
         parent.ask("fork");
         parent.kill();
-        // The child goes on with the parent's pipes.
+        // The child continues with the parent's pipes.
         for _ in 0..20 {
             assert_eq!(parent.ask("alloc 4096").code, OUT_OF_MEMORY);
             assert_eq!(other.ask("alloc 4096").code, OUT_OF_MEMORY);
@@ -764,7 +764,7 @@ fn threads_and_processes_never_exceed_the_cap() {
     assert!(kills > 1, "{kills}");
     assert!(share.read(|account| account.peak()) <= CAP);
     assert!(share.read(|account| account.peak()) > CAP / 8 * 7);
-    // All is given back, also what the killed held at whatever instruction they were.
+    // All is given back, also what killed processes held, at whatever instruction they were killed.
     succeeds_soon(&mut victim, &format!("alloc {CAP}"), "the killed");
 }
 
@@ -773,7 +773,7 @@ fn arguments_in_all_registers_and_on_the_stack_come_through() {
     let (world, _) = one_gpu();
     let mut probe = ready(&world, 1);
     // 1+2·2+3·3+5·4+7·5+11·6+13·7+17·8+19·9+23·10+29·11; the first call and the second, which is direct.
-    // One function that passes, to its eighth argument, and one that we handle, to its eleventh.
+    // One function that is only forwarded, with eight arguments, and one that we handle, with eleven.
     let sum = 1 + 4 + 9 + 20 + 35 + 66 + 91 + 136;
     for _ in 0..2 {
         let answer = probe.ask("registers");

@@ -11,7 +11,7 @@ const NOT_PERMITTED: i64 = 800;
 const NOT_INITIALISED: i64 = 3;
 const NO_DRIVER: i64 = 303;
 
-/// `cuInit` fails and its one line has these words; nothing can be allocated either.
+/// Checks that `cuInit` fails, that its one line has these words, and that nothing can be allocated.
 fn refuses(world: &World, words: &[&str]) {
     let mut probe = world.probe("name");
     probe.ask("count");
@@ -60,7 +60,7 @@ fn without_shares() {
 
 /// In a sandbox (gVisor) the message names what its kernel lacks, not another cause.
 #[test]
-fn where_the_kernel_cannot_wipe_memory_on_fork() {
+fn a_kernel_that_cannot_wipe_memory_on_fork_is_refused() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     let library = world.folder().join("no-wipe.so");
@@ -88,14 +88,14 @@ fn without_a_page() {
 }
 
 #[test]
-fn with_a_page_that_the_container_could_write() {
+fn a_page_that_the_container_can_write_is_refused() {
     let world = World::new(Driver::Odd);
     let share = world.share("gpu-0", GPU_0, Some(CAP));
     world.make_writable(&share);
     refuses(&world, &["gpu-0/cap", "read-only"]);
     drop(world);
 
-    // In the container's own file system.
+    // A page in the container's own file system.
     let world = World::new(Driver::Odd);
     fs::create_dir(format!("{SHARES}/gpu-0")).unwrap();
     fs::write(format!("{SHARES}/gpu-0/cap"), page(|_| {})).unwrap();
@@ -104,7 +104,7 @@ fn with_a_page_that_the_container_could_write() {
 }
 
 #[test]
-fn with_a_corrupt_page() {
+fn a_corrupt_page_is_refused() {
     for (at, words) in [
         (0, "not a page of Tranche"),
         (16, "checksum"),
@@ -122,7 +122,7 @@ fn with_a_corrupt_page() {
 }
 
 #[test]
-fn with_a_page_of_another_release() {
+fn a_page_of_another_release_is_refused() {
     let world = World::new(Driver::Odd);
     let mut bytes = page(|_| {});
     bytes[8] = 99;
@@ -135,7 +135,7 @@ fn with_a_page_of_another_release() {
 }
 
 #[test]
-fn with_one_wrong_page_among_right_ones() {
+fn one_wrong_page_among_right_ones_is_refused() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     world.share_with("gpu-1", &[0; 4096], AccountPage::initial());
@@ -143,7 +143,7 @@ fn with_one_wrong_page_among_right_ones() {
 }
 
 #[test]
-fn with_a_wrong_account() {
+fn a_wrong_account_is_refused() {
     let mut other = AccountPage::initial().to_vec();
     other[8] = 7;
     for (account, words) in [
@@ -162,7 +162,7 @@ fn with_a_wrong_account() {
 }
 
 #[test]
-fn with_a_gpu_that_no_page_is_for() {
+fn a_gpu_without_a_page_is_refused() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     // Two GPUs are visible.
@@ -192,7 +192,7 @@ fn without_a_driver() {
 
 /// A wrong mount puts the shim where the driver should be: no endless loop.
 #[test]
-fn with_itself_for_a_driver() {
+fn the_shim_as_its_own_driver_is_refused() {
     let world = World::new(Driver::Missing);
     world.share("gpu-0", GPU_0, Some(CAP));
     fs::hard_link(
@@ -206,7 +206,7 @@ fn with_itself_for_a_driver() {
 }
 
 #[test]
-fn mended_it_works_in_the_same_process() {
+fn a_repaired_share_works_in_the_same_process() {
     let world = World::new(Driver::Odd);
     let mut probe = world.probe("name");
     probe.ask("count");
@@ -220,7 +220,7 @@ fn mended_it_works_in_the_same_process() {
 
 /// A newer driver's unknown variant, which would bypass the cap, is not handed out; known ones are.
 #[test]
-fn with_a_variant_that_nobody_knows() {
+fn an_unknown_variant_is_not_handed_out() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     let mut probe = world.probe("name");
@@ -257,7 +257,7 @@ fn a_function_that_the_driver_lacks_is_not_found() {
     }
 }
 
-/// An oversubscribed share on a driver that moves no managed memory, and one without its second account.
+/// An oversubscribed share on a driver that cannot move managed memory, and one without its second account.
 #[test]
 fn memory_that_cannot_be_oversubscribed() {
     let world = World::new(Driver::Odd);

@@ -1,5 +1,5 @@
-//! The compute share on the simulated machine: how much of the GPU's time programs get, as the GPU
-//! itself counts it.
+//! The compute share on the simulated machine: how much of the GPU's time programs get, as the GPU counts
+//! it.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier, mpsc};
@@ -28,7 +28,7 @@ fn container_on(machine: Machine, cores: u8) -> (World, Share) {
     (world, share)
 }
 
-/// A process with a context, and a kernel of that name.
+/// A process with a context, and a kernel with this name.
 fn program(world: &World, kernel: &str) -> (Probe, u64) {
     let mut probe = world.probe("name");
     probe.must("init");
@@ -37,10 +37,10 @@ fn program(world: &World, kernel: &str) -> (Probe, u64) {
     (probe, kernel)
 }
 
-/// How long the tests look, in milliseconds.
+/// How long the tests measure, in milliseconds.
 const MILLIS: u64 = 2000;
 
-/// Percent of the GPU's time that a program had which launched kernels of `nanos` for [`MILLIS`].
+/// The percentage of the GPU's time for a program that launched so many kernels of `nanos` in [`MILLIS`].
 fn percent(launches: u64, nanos: u64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "small numbers")]
     let part = (launches * nanos) as f64 / (MILLIS * 1_000_000) as f64;
@@ -93,16 +93,16 @@ fn all_of_a_gpu_is_never_held_back() {
         }
         let (mut probe, kernel) = program(&world, "sim_busy_200us");
         let mut launches = 0;
-        // Where the program does not run for long, what it has queued runs out.
-        let found = (0..3).map(|_| {
+        // If the program is not scheduled for some time, its queue runs empty.
+        let percents = (0..3).map(|_| {
             let answer = probe.must(&format!("launch plain {kernel} {MILLIS} 0"));
             launches += answer.number(0);
             // What is queued has not run yet.
             percent(answer.number(0), 200_000)
         });
-        let found: Vec<_> = found.take_while(|&it| it < 99.0).collect();
+        let found: Vec<_> = percents.take_while(|&it| it < 99.0).collect();
         assert!(found.len() < 3, "{found:?} % of {cores}");
-        // Of 99 percent, the kernel's first measurement is waited for.
+        // With 99 percent, launches wait for the kernel's first measurement.
         let most = if cores == 100 { 0 } else { HOLDS_NANOS };
         let throttled = share.read(|account| account.throttled_nanos());
         assert!(throttled <= most, "{throttled} ns with {cores}");
@@ -123,22 +123,22 @@ fn a_collective_kernel_pays_and_never_waits() {
         spent + 5_000_000 >= answer.number(0) * 200_000,
         "{spent} for {answer:?}"
     );
-    // What is not NCCL's waits for the debt.
+    // Other kernels wait for the debt.
     let other = probe.must("kernel sim_busy_100us").number(0);
     probe.must(&format!("launch plain {other} 1 0"));
     assert!(share.read(|account| account.throttled_nanos()) > 0);
 }
 
-/// Sequences of any length: a shape that was never launched is priced by what its kernel took with others, and
-/// nobody sleeps until it has been measured. Counted: the share notes each nanosecond of a launch's wait.
+/// Sequences of any length: a shape that was never launched is priced by the kernel's other grids, and no launch waits for
+/// its measurement. The share counts each nanosecond for which a launch waits.
 #[test]
 fn a_known_kernel_with_a_new_grid_is_not_held_back() {
     let (world, share) = container(99);
-    // Far more than the GPU has, so that only a first measurement could be waited for.
+    // Far more than the GPU has, so that launches could wait only for a first measurement.
     share.grant(1_000_000_000);
     let (mut probe, kernel) = program(&world, "sim_busy_1us_per_block");
     let throttled = || share.read(|account| account.throttled_nanos());
-    // The first launches, of which nothing is known.
+    // The first launches, of an unknown kernel.
     probe.must(&format!("launch-growing {kernel} 100 3"));
     probe.must("synchronize");
     let at_first = throttled();
@@ -147,7 +147,7 @@ fn a_known_kernel_with_a_new_grid_is_not_held_back() {
     assert_eq!(throttled(), at_first, "{answer:?}");
 }
 
-/// And it is held to its share all the same: by the work that the GPU did, whatever was predicted.
+/// Such a program still gets only its share, because launches pay for the measured work of the GPU.
 #[test]
 fn grids_that_never_come_again_are_held_to_the_share() {
     let (world, _share) = container(20);
@@ -157,7 +157,7 @@ fn grids_that_never_come_again_are_held_to_the_share() {
     assert_near("grids from 1 to 4001", found, 20.0);
 }
 
-/// What is captured into a graph takes no GPU time before the graph is launched.
+/// A captured launch takes no GPU time before its graph is launched.
 #[test]
 fn capturing_is_free() {
     let (world, share) = container(10);
@@ -168,7 +168,7 @@ fn capturing_is_free() {
     assert_eq!(share.read(|account| account.spent_nanos()), 0);
 }
 
-/// A node of an executable graph gets another kernel: the graph pays what that takes.
+/// If a node of an executable graph gets another kernel, the graph pays for that one.
 #[test]
 fn a_graph_whose_kernel_was_changed_pays_for_the_new_one() {
     const LAUNCHES: u64 = 1000;
@@ -201,9 +201,9 @@ fn a_graph_whose_kernel_was_changed_pays_for_the_new_one() {
     }
 }
 
-/// Nor does a capture elsewhere change what other launches pay, even one that nobody ever ends.
+/// An open capture in another stream does not change what launches pay, even if it never ends.
 #[test]
-fn beside_an_open_capture_launches_pay_as_ever() {
+fn an_open_capture_does_not_change_what_launches_pay() {
     const PER_THREAD_STREAM: u32 = 2;
     let (world, _share) = container(20);
     let (mut probe, kernel) = program(&world, "sim_busy_20ms");
@@ -219,16 +219,16 @@ fn beside_an_open_capture_launches_pay_as_ever() {
     );
 }
 
-/// How long programs run before the tests look, in milliseconds, where one kernel's price decides.
+/// How long programs run before the tests measure, in milliseconds, with kernels shorter than a time slice.
 const SETTLES: u64 = 6_000;
 
-/// The same where kernels are longer than a time slice: their first prices, from before the others ran, are
-/// replaced after up to 10 s, and the scale follows in 5 s (`node/tests/share` has the whole course).
+/// The same with kernels longer than a time slice: their first prices, from before the others ran, are replaced after
+/// up to 10 s, and the scale follows in 5 s (`node/tests/share.rs` tests the whole course).
 const SETTLES_LONG_KERNELS: u64 = 16_000;
 
-/// Containers of one GPU, each a thread with a program that launches as much as it may, and the node's
-/// sampler; the percent of the GPU's time that each had over 10 s, after `settles` milliseconds, and the
-/// percent that nobody had because the GPU switched between them.
+/// Runs containers of one GPU, each in a thread with a program that launches as much as it may, and the node's sampler.
+/// Returns the percentage of the GPU's time for each over 10 s, after `settles` milliseconds, and the percentage that
+/// switches between them took.
 fn contended(
     machine: Machine,
     settles: u64,
@@ -259,7 +259,7 @@ fn contended(
                     start.wait();
                     percent_of_gpu(node, &mut probe, handle, settles);
                     let found = percent_of_gpu(node, &mut probe, handle, LOOKS);
-                    // The share's pages are reached through this thread: it ends last.
+                    // This thread gives access to the share's pages, so it ends last.
                     start.wait();
                     found
                 })
@@ -279,8 +279,8 @@ fn contended(
     })
 }
 
-/// Programs of a share that follow each other, each with other kernels, whose measured prices are wrong in
-/// other ways: none is charged for what the one before it did.
+/// Programs of a share that follow each other, each with other kernels, whose measured prices have different
+/// errors: no program is charged for an earlier one.
 #[test]
 fn a_program_after_another_gets_the_share() {
     const LOOKS: u64 = 10_000;
@@ -323,7 +323,7 @@ fn sample_until(node: &Node, folders: &[PathBuf], is_over: impl Fn() -> bool) {
     }
 }
 
-/// The percent of the GPU's time that a process has while it launches as much as it may for `millis`.
+/// The percentage of the GPU's time for a process that launches as much as it may for `millis`.
 fn percent_of_gpu(node: &Node, probe: &mut Probe, handle: u64, millis: u64) -> f64 {
     let (worked, began) = (node.worked_for(probe.pid(), 0), now());
     probe.must(&format!("launch plain {handle} {millis} 0"));
@@ -334,7 +334,7 @@ fn percent_of_gpu(node: &Node, probe: &mut Probe, handle: u64, millis: u64) -> f
 }
 
 #[test]
-fn thirty_and_seventy_are_thirty_and_seventy() {
+fn shares_of_thirty_and_seventy_percent_get_them() {
     for machine in Machine::ALL {
         for (short, long) in [
             ("sim_busy_200us", "sim_busy_200us"),
@@ -346,8 +346,8 @@ fn thirty_and_seventy_are_thirty_and_seventy() {
             ];
             let (found, switching) = contended(machine, SETTLES, &shares);
             assert_near(&format!("{short}, {machine:?}"), found[0], 30.0);
-            // Who conserves work has its own at least, and what the other does not come to use, but for the
-            // time that nobody can have.
+            // A work-conserving share gets at least its cores, and the time that the other does not use, except
+            // for the time of switches.
             println!(
                 "{long}, {machine:?}: {:.1} % of 70 %, {switching:.1} % for switching",
                 found[1]
@@ -378,8 +378,8 @@ fn four_equal_shares_are_equal() {
         let jain = sum * sum / (4.0 * squares);
         println!("{machine:?}: {found:.1?}: Jain's index {jain:.4}");
         assert!(jain >= 0.99, "{machine:?}: {found:?}: {jain}");
-        // The index alone is 1 also if all shares get equally little. Together they have the GPU, but for the
-        // time that goes to switching, and never more than the GPU.
+        // The index is also 1 if all shares get equally little. So the sum is checked too: all of the GPU, except
+        // for the time of switches, and never more.
         assert!(
             sum + switching >= 80.0 && sum <= 105.0,
             "{machine:?}: {found:?} {switching}"
@@ -388,7 +388,7 @@ fn four_equal_shares_are_equal() {
 }
 
 #[test]
-fn who_conserves_work_has_what_is_left() {
+fn a_work_conserving_share_gets_what_is_left() {
     for machine in Machine::ALL {
         let shares = [(20, ComputePolicy::WorkConserving, "sim_busy_200us")];
         let (found, _) = contended(machine, SETTLES, &shares);

@@ -11,8 +11,8 @@ use tranche_shim_tests::{Driver, Probe, World, built, compile, probe_path, text}
 use crate::cap::{CAP, GPU_0};
 use crate::families::{with_variable, write};
 
-/// Calls, allocations that live meanwhile, instructions that were counted when this was written, and the most
-/// that may be: a tenth more, for another compiler, or half, where the loader's look-ups are most of it.
+/// Calls, live allocations meanwhile, the number of instructions when this was written, and the largest allowed number:
+/// a tenth more, for another compiler, or half more, if most of it are the loader's look-ups.
 const CALLS: [(&str, u32, u64, u64); 9] = [
     ("pass", 0, 7, 8),
     ("alloc-free", 0, 580, 580),
@@ -26,8 +26,8 @@ const CALLS: [(&str, u32, u64, u64); 9] = [
     ("launch", 0, 149, 165),
 ];
 
-/// Locked instructions of an allocation and a free: the process takes the spare and gives it, and notes the pointer and its
-/// block and forgets them.
+/// Locked instructions of an allocation and a free: the process takes and gives its spare, and enters and removes the pointer
+/// and its block.
 const LOCKED: u64 = 6;
 
 /// Instructions of one call, and how many of those of the shim are locked.
@@ -51,7 +51,7 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64) {
     ] {
         probe.ask(command);
     }
-    // As every program with a kernel has one; it must not make other calls longer.
+    // Most programs have a kernel; it must not make other calls longer.
     write(&mut probe, &with_variable(8));
     assert_eq!(
         probe.call("cuModuleLoadData &0 &100"),
@@ -64,8 +64,10 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64) {
     let collected = output
         .lines()
         .find_map(|line| line.split("Collected : ").nth(1))
-        .unwrap_or_else(|| panic!("callgrind: {output}"));
-    let collected = collected.trim().parse::<u64>().unwrap();
+        .unwrap_or_else(|| panic!("callgrind: {output}"))
+        .trim()
+        .parse::<u64>()
+        .unwrap();
     assert!(collected > calls, "callgrind counted nothing: {output}");
     let locked: u64 = executed(&fs::read_to_string(out).unwrap())
         .filter(|(at, _)| locked().contains(at))
@@ -139,7 +141,7 @@ fn calls_take_few_instructions() {
         "valgrind is missing: shim/tests/install-tools installs it"
     );
     let world = World::new(Driver::Odd);
-    // A share of almost all of the GPU's time: its launches are priced, and none waits.
+    // A share of almost all of the GPU's time: its launches are priced, but none waits.
     let strict = ComputePolicy::Strict;
     let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
     share.grant(1_000_000_000_000);

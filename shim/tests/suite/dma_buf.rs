@@ -1,5 +1,5 @@
-//! What `dma-buf`s keep: the memory that they were made of stays charged to the end of the process, because nobody can tell
-//! when their last descriptor is closed (ADR 0027).
+//! The memory of `dma-buf`s stays charged until the process ends, because it is unknown when their last descriptor is closed
+//! (ADR 0027).
 
 use tranche_shim_tests::{Driver, Machine, Probe, World};
 
@@ -11,7 +11,7 @@ const INVALID_VALUE: i64 = 1;
 const OUT_OF_MEMORY: i64 = 2;
 const BYTES: u64 = 64 << 20;
 
-/// Asks for a `dma-buf` of a range; the driver's code.
+/// Asks for a `dma-buf` of a range; returns the driver's code.
 fn ask(probe: &mut Probe, start: u64, bytes: u64) -> i64 {
     probe.call(&format!(
         "cuMemGetHandleForAddressRange &0 {start} {bytes} 1 0"
@@ -42,13 +42,13 @@ fn map(probe: &mut Probe, at: u64, bytes: u64) {
     assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
 }
 
-/// The memory is there until the last descriptor is closed, and charged to the end of the process.
+/// The memory exists until the last descriptor is closed, and is charged until the process ends.
 #[test]
 fn memory_that_is_freed_stays_charged() {
     let mut case = Case::new();
     let probe = &mut case.probe;
     let pointer = alloc(probe, BYTES);
-    // Of parts, again and again: it is the same memory.
+    // Further ones of parts of the range: it is the same memory.
     let file = dma_buf(probe, pointer + (4 << 20), 8192);
     for _ in 0..10 {
         let file = dma_buf(probe, pointer, BYTES);
@@ -61,11 +61,11 @@ fn memory_that_is_freed_stays_charged() {
     assert_eq!(case.probe.ask("alloc 1").code, OUT_OF_MEMORY);
     case.holds(CAP);
     free(&mut case.probe, rest);
-    // Nobody can open it once more, as the shim does with other descriptors.
+    // It cannot be opened again, as the shim does with other descriptors.
     let path = format!("/proc/{}/fd/{file}", case.probe.pid());
     let error = std::fs::File::open(path).unwrap_err();
     assert_eq!(error.raw_os_error(), Some(6), "ENXIO");
-    // It goes to another process, and is closed here.
+    // It is passed to another process, and closed here.
     let mut other = case.world.probe("name");
     let take = format!("take-descriptor {} {file}", case.probe.pid());
     let taken = other.must(&take).number(0);
@@ -75,7 +75,7 @@ fn memory_that_is_freed_stays_charged() {
     other.must(&format!("close {taken}"));
     case.wait_until_held(0);
     assert_eq!(case.probe.must("info").number(0), CAP - BYTES);
-    // Another process of the share has all that the first leaves.
+    // Another process of the share can use all that the first one leaves.
     case.probe.must("end");
     case.probe.wait();
     other.must("init");
@@ -83,9 +83,9 @@ fn memory_that_is_freed_stays_charged() {
     alloc(&mut other, CAP);
 }
 
-/// Allocated, made a `dma-buf` of and freed until the cap is full.
+/// Memory is allocated, made into a `dma-buf` and freed until the cap is full.
 #[test]
-fn again_and_again_never_exceeds_the_cap() {
+fn repeated_dma_bufs_never_exceed_the_cap() {
     let large: fn(&mut Probe) -> i64 = |probe| {
         let answer = probe.ask(&format!("alloc {}", 8 * BLOCK));
         if answer.code != DONE {
@@ -159,11 +159,11 @@ fn a_range_over_two_mappings_keeps_both() {
     assert_eq!(case.share.used(), 8 * BLOCK + case.context);
 }
 
-/// It keeps the whole block that a small allocation shares with others.
+/// A `dma-buf` keeps the whole block that a small allocation shares with others.
 #[test]
 fn a_small_allocation_is_charged_its_block() {
     let mut case = Case::new();
-    // Alone in its block: no more than before, so that a full cap has room for it.
+    // An allocation alone in its block needs no more than before, so a full cap has room for it.
     let alone = alloc(&mut case.probe, 700_000);
     let rest = alloc(&mut case.probe, CAP - BLOCK);
     for _ in 0..3 {
@@ -174,7 +174,7 @@ fn a_small_allocation_is_charged_its_block() {
     case.holds(BLOCK);
     free(&mut case.probe, alone);
     case.holds(BLOCK);
-    // One of two in another block. The other has the block's charge from now on.
+    // One of two allocations in another block. The other one keeps the block's charge.
     let [first, second] = [(); 2].map(|()| alloc(&mut case.probe, 700_000));
     assert_eq!(first >> 21, second >> 21);
     case.holds(2 * BLOCK);
@@ -188,7 +188,7 @@ fn a_small_allocation_is_charged_its_block() {
     case.holds(2 * BLOCK);
 }
 
-/// A range is of whole pages: it may begin before the allocation, where nothing is.
+/// A range has whole pages: it may begin before the allocation, where there is no memory.
 #[test]
 fn an_allocation_within_a_page_is_found() {
     let mut case = Case::on(Machine::Realistic);
@@ -210,19 +210,19 @@ fn a_call_that_fails_leaves_no_charge() {
     map(probe, base, 4 * BLOCK);
     let refuse_all = |probe: &mut Probe| {
         for start in [large, small[0], base] {
-            // Not of whole pages; and a handle of no kind that there is.
+            // Not of whole pages; and a handle of an unknown kind.
             assert_eq!(ask(probe, start, 100), INVALID_VALUE);
             let kind = format!("cuMemGetHandleForAddressRange &0 {start} 4096 7 0");
             assert_eq!(probe.call(&kind), INVALID_VALUE);
         }
-        // Not mapped to its end, and nothing at all.
+        // A range that is not mapped to its end, and one without memory.
         assert_eq!(ask(probe, base, 8 * BLOCK), INVALID_VALUE);
         assert_eq!(ask(probe, 4096, 4096), INVALID_VALUE);
         assert_eq!(ask(probe, large, !4095), INVALID_VALUE);
     };
     refuse_all(probe);
     case.holds(BYTES + BLOCK + 4 * BLOCK);
-    // Where the cap has no room for the block of a small one, the driver is not asked.
+    // If the cap has no room for the block of a small allocation, the driver is not called.
     let probe = &mut case.probe;
     let rest = alloc(probe, CAP - BYTES - 5 * BLOCK);
     assert_eq!(ask(probe, small[0], 4096), OUT_OF_MEMORY);
@@ -238,7 +238,7 @@ fn a_call_that_fails_leaves_no_charge() {
     case.holds(CAP - BYTES - 5 * BLOCK);
 }
 
-/// The driver frees a context's memory with it, but for what a `dma-buf` keeps.
+/// The driver frees a context's memory with it, except for what a `dma-buf` keeps.
 #[test]
 fn it_outlives_its_context() {
     let mut case = Case::new();
@@ -249,7 +249,7 @@ fn it_outlives_its_context() {
     assert_eq!(case.share.used(), BYTES);
     case.probe.must("primary 0");
     case.holds(BYTES);
-    // Its address is another allocation's now.
+    // Another allocation has its address now.
     let again = alloc(&mut case.probe, BYTES);
     assert!([own, other].contains(&again), "{again:#x}");
     case.holds(2 * BYTES);
@@ -265,7 +265,7 @@ fn it_outlives_its_context() {
     assert_eq!(case.share.used(), BYTES);
 }
 
-/// Of memory that is no allocation by itself, as much as it may lie in is charged anew, each time.
+/// For memory that is not a whole allocation, all blocks in which it may lie are charged again, each time.
 #[test]
 fn what_cannot_be_matched_is_charged_anew() {
     const FOREIGN: u64 = 3 * BLOCK;
@@ -292,7 +292,7 @@ fn what_cannot_be_matched_is_charged_anew() {
     assert_eq!(share.used(), CAP);
 }
 
-/// What another process exported is kept, too, whether or not this one closes it.
+/// Memory that another process exported is kept too, whether or not this process closes it.
 #[test]
 fn an_import_stays_charged() {
     let (world, share) = one_gpu();
@@ -307,7 +307,7 @@ fn an_import_stays_charged() {
     assert_eq!(share.used(), BYTES);
 }
 
-/// The device's attribute is the driver's.
+/// The device's attribute is the driver's answer.
 #[test]
 fn the_device_says_whether_it_can() {
     let world = World::new(Driver::Machine(Machine::Simple, 1));

@@ -1,5 +1,5 @@
-//! Every way to device memory that a program has, tried at the edge of its cap: by none of them does a share
-//! get more than its cap, as the machine itself counts it at any instant.
+//! Every way in which a program can take device memory, tried with a full cap: in none of them does a share get more
+//! than its cap, as the machine counts it at any instant.
 
 use tranche_shim_tests::{Machine, Probe};
 
@@ -8,7 +8,7 @@ use crate::families::{Case, with_variable, write};
 
 const OUT_OF_MEMORY: i64 = 2;
 
-/// A way to device memory: takes about so many bytes and keeps them; the driver's code.
+/// A way to take device memory: takes about so many bytes and keeps them; returns the driver's code.
 pub type Way = fn(&mut Probe, u64) -> i64;
 
 pub const WAYS: [(&str, Way); 18] = [
@@ -128,7 +128,7 @@ pub const WAYS: [(&str, Way); 18] = [
     }),
 ];
 
-/// Makes a graph of one memory node and launches it; the driver's code, and the executable graph.
+/// Makes a graph of one memory node and launches it; returns the driver's code and the executable graph.
 fn launch_graph(probe: &mut Probe, bytes: u64) -> (i64, u64) {
     let graph = probe.get("cuGraphCreate &0 0");
     probe.must(&format!("set 16 1 1 0 0 0 0 0 0 0 0 0 0 0 {bytes} 0"));
@@ -177,7 +177,7 @@ fn code_that_is_loaded_late_stays_within_the_cap() {
 
 /// Fills the cap by one way, then tries every way again, in this process and in another of the share.
 #[test]
-fn no_way_leads_past_the_cap() {
+fn no_way_to_take_memory_exceeds_the_cap() {
     for machine in Machine::ALL {
         for (how, fill) in WAYS {
             let mut case = Case::on(machine);
@@ -189,7 +189,7 @@ fn no_way_leads_past_the_cap() {
                     break;
                 }
             }
-            // What frees as much as it takes never fills anything.
+            // A way that frees as much as it takes never fills the cap.
             assert!(
                 matches!(code, 0 | OUT_OF_MEMORY),
                 "{how}, {machine:?}: {code}"

@@ -1,5 +1,5 @@
-//! Every way to take device memory, on the simulated machine: what the account says is what the GPU
-//! holds, at the cap's edge too, and nothing is left in the end.
+//! Every way to take device memory, on the simulated machine: the account equals what the GPU holds, also
+//! with a full cap, and nothing is left in the end.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::cap::{BLOCK, CAP};
 const OUT_OF_MEMORY: i64 = 2;
 const DONE: i64 = 0;
 
-/// A container with a share of the machine's GPU, where contexts are charged as the machine takes them.
+/// A container with a share of the machine's GPU, where a context is charged what it takes on the machine.
 pub struct Case {
     pub world: World,
     pub share: Share,
@@ -19,7 +19,7 @@ pub struct Case {
 }
 
 impl Case {
-    /// On the simple machine, where the GPU holds exactly what the account says at any time.
+    /// On the simple machine, where the GPU holds exactly what the account says, at any time.
     pub fn new() -> Self {
         Self::on(Machine::Simple)
     }
@@ -57,7 +57,7 @@ impl Case {
         }
     }
 
-    /// The most that the GPU ever held.
+    /// The most that the GPU has ever held.
     pub fn peak(&self) -> u64 {
         self.world.node().peak(0)
     }
@@ -92,7 +92,7 @@ pub fn create(probe: &mut Probe, bytes: u64) -> u64 {
     probe.get(&format!("cuMemCreate &0 {bytes} &16 0"))
 }
 
-/// Reserved addresses; the first.
+/// Reserves addresses; returns the first.
 pub fn reserve(probe: &mut Probe, bytes: u64) -> u64 {
     probe.get(&format!("cuMemAddressReserve &0 {bytes} 0 0 0"))
 }
@@ -131,7 +131,7 @@ fn expandable_segments() {
         OUT_OF_MEMORY
     );
     assert_eq!(probe.call(&format!("cuMemRelease {rest}")), DONE);
-    // Unmapped one, then several at once; the handles go after.
+    // One is unmapped, then several at once; then the handles are released.
     assert_eq!(probe.call(&format!("cuMemUnmap {base} {PIECE}")), DONE);
     assert_eq!(
         probe.call(&format!("cuMemUnmap {} {}", base + PIECE, 7 * PIECE)),
@@ -157,7 +157,7 @@ fn a_handle_that_is_released_while_mapped() {
             DONE
         );
         assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
-        // Released too often the driver refuses.
+        // The driver refuses one release too many.
         assert_ne!(probe.call(&format!("cuMemRelease {handle}")), DONE);
     }
     case.holds(8 * BLOCK);
@@ -192,7 +192,7 @@ fn handles_by_address_and_by_descriptor() {
     assert_eq!(probe.call(&format!("cuMemRelease {again}")), DONE);
     case.holds(4 * BLOCK);
     let probe = &mut case.probe;
-    // Exported, and imported again by whatever number: it is the same memory.
+    // Exported, and imported again by any descriptor: it is the same memory.
     let files = [(); 2].map(|()| export(probe, handle));
     let take = format!("take-descriptor {} {}", probe.pid(), files[0]);
     let copy = probe.must(&take).number(0);
@@ -209,7 +209,7 @@ fn handles_by_address_and_by_descriptor() {
     for handle in [handle, imported[1]] {
         assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
     }
-    // The other import has it, as long as that lives.
+    // The other import keeps it.
     assert_eq!(case.share.used(), 4 * BLOCK + case.context);
     let last = imported[0];
     assert_eq!(case.probe.call(&format!("cuMemRelease {last}")), DONE);
@@ -231,7 +231,7 @@ fn left_by_descriptor(probe: &mut Probe, bytes: u64) -> u64 {
     file
 }
 
-/// The driver has memory until its last descriptor is closed, in whichever process: so long it is charged.
+/// Memory exists, and is charged, until its last descriptor is closed in any process.
 #[test]
 fn an_open_descriptor_keeps_its_memory_charged() {
     const BYTES: u64 = 64 << 20;
@@ -242,7 +242,7 @@ fn an_open_descriptor_keeps_its_memory_charged() {
     assert_eq!(case.probe.ask("alloc 1").code, OUT_OF_MEMORY);
     case.holds(CAP);
     case.probe.must(&format!("free {rest}"));
-    // It goes to another process, and is closed here.
+    // It is passed to another process, and closed here.
     let mut other = case.world.probe("name");
     let take = format!("take-descriptor {} {file}", case.probe.pid());
     let taken = other.must(&take).number(0);
@@ -255,7 +255,7 @@ fn an_open_descriptor_keeps_its_memory_charged() {
     case.holds(CAP);
 }
 
-/// NCCL and PyTorch export again and again: what is closed in time leaves nothing, and what is closed late is noticed.
+/// NCCL and PyTorch export many times: descriptors that are closed leave no charge, and late closes are noticed.
 #[test]
 fn descriptors_that_are_closed_leave_no_charge() {
     let mut case = Case::new();
@@ -272,7 +272,7 @@ fn descriptors_that_are_closed_leave_no_charge() {
         }
         assert_eq!(probe.call(&format!("cuMemRelease {handle}")), DONE);
     }
-    // Who asks what is free has all of them looked at.
+    // A query of the free memory checks all of them.
     case.probe.must("info");
     case.holds(late.len() as u64 * BLOCK);
     let probe = &mut case.probe;
@@ -287,17 +287,17 @@ fn descriptors_that_are_closed_leave_no_charge() {
     assert!(left < before - 150, "{left} descriptors of {before}");
 }
 
-/// A program that closes all that it does not know closes the shim's descriptors too, and may use their numbers: then
-/// nobody knows, and the memory stays charged.
+/// A program that closes all unknown descriptors closes the shim's too, and may reuse their numbers. Then the shim cannot
+/// find out whether the memory is still exported, and it stays charged.
 #[test]
-fn a_descriptor_that_nobody_can_see_stays_charged() {
+fn a_descriptor_with_a_closed_witness_stays_charged() {
     const BYTES: u64 = 64 << 20;
     let mut case = Case::new();
     let file = left_by_descriptor(&mut case.probe, BYTES);
     let mut other = case.world.probe("name");
     let take = format!("take-descriptor {} {file}", case.probe.pid());
     other.must(&take);
-    // The shim's is the next that was free.
+    // The shim's witness has the next free number.
     let witness = file + 1;
     for number in [file, witness] {
         case.probe.must(&format!("close {number}"));
@@ -310,7 +310,7 @@ fn a_descriptor_that_nobody_can_see_stays_charged() {
     case.holds(BYTES);
 }
 
-/// The exporter ends, of whatever share it is: what it had is given back, and the importer is charged.
+/// The exporter ends, in the same or another share: its charge is given back, and the importer stays charged.
 #[test]
 fn an_import_outlives_its_exporter() {
     const BYTES: u64 = 64 << 20;
@@ -330,7 +330,7 @@ fn an_import_outlives_its_exporter() {
         .get(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
     case.probe.must(&format!("close {file}"));
     exporter.kill();
-    // Who would be refused takes back what the dead had.
+    // A process that would be refused reclaims what dead ones had.
     assert_eq!(
         case.probe.ask(&format!("alloc {}", CAP - BYTES + 1)).code,
         OUT_OF_MEMORY
@@ -369,7 +369,7 @@ fn pools_with_and_without_a_threshold() {
         let kept = threshold.clamp(PIECE, 3 * PIECE);
         case.holds(kept);
         let probe = &mut case.probe;
-        // What the pool keeps is there for whoever needs it, up to the cap and not a byte further.
+        // Another allocation can use what the pool keeps, up to the cap and not a byte more.
         let all = probe.get(&format!("cuMemAlloc_v2 &0 {}", CAP - PIECE));
         assert_eq!(probe.call("cuMemAlloc_v2 &0 1"), OUT_OF_MEMORY);
         assert_eq!(
@@ -379,7 +379,7 @@ fn pools_with_and_without_a_threshold() {
         case.holds(CAP);
         let probe = &mut case.probe;
         assert_eq!(probe.call(&format!("cuMemFree_v2 {all}")), DONE);
-        // The pool goes before what was allocated from it.
+        // The pool is destroyed before its allocations are freed.
         assert_eq!(probe.call(&format!("cuMemPoolDestroy {pool}")), DONE);
         case.holds(PIECE);
         let last = pieces.pop().unwrap();
@@ -388,9 +388,9 @@ fn pools_with_and_without_a_threshold() {
     }
 }
 
-/// The default pool, the current pool, and one that becomes the current one, per-thread streams too.
+/// The default pool, the current pool, and one that becomes current, also in per-thread streams.
 #[test]
-fn whichever_pool_is_current() {
+fn every_current_pool_is_charged() {
     let mut case = Case::new();
     let probe = &mut case.probe;
     let default = probe.get("cuMemAllocAsync &0 8388608 0");
@@ -438,7 +438,7 @@ fn arrays_and_mipmaps() {
     assert_eq!(probe.call(&format!("cuArrayDestroy {deferred}")), DONE);
     case.holds((64 + 512 + 64 + 16 + 4) << 20);
     let probe = &mut case.probe;
-    // Rows of a size that tiles would pad: the driver's word counts.
+    // Rows of a size that tiles would pad: the size that the driver reports is charged.
     probe.must(&format!("set 16 1025 32768 {}", 0x20u64 | 1 << 32));
     let uneven = probe.get("cuArrayCreate_v2 &0 &16");
     case.holds(((64 + 512 + 64 + 16 + 4) << 20) + (1025 * 32768 * 4u64).next_multiple_of(BLOCK));
@@ -500,7 +500,7 @@ fn graphs_with_memory() {
     let second = probe.get(&format!("cuGraphInstantiateWithFlags &0 {captured} 0"));
     case.holds(3 * PIECE);
     let probe = &mut case.probe;
-    // Not a byte past the cap, by whichever way.
+    // Not a byte past the cap, in any way.
     let rest = probe.get(&format!("cuMemAlloc_v2 &0 {}", CAP - 3 * PIECE));
     let full = probe.get("cuGraphCreate &0 0");
     for refused in [
@@ -509,7 +509,7 @@ fn graphs_with_memory() {
     ] {
         assert_eq!(probe.call(&refused), OUT_OF_MEMORY, "{refused}");
     }
-    // A launch at the cap's edge needs nothing more.
+    // A launch with a full cap needs no more memory.
     assert_eq!(
         probe.call(&format!("cuGraphLaunch {executable} {stream}")),
         DONE
@@ -529,20 +529,20 @@ fn graphs_with_memory() {
     case.holds(0);
 }
 
-/// The first context of a share is beside its cap, every further one in it.
+/// The first context of a share does not count in its cap; every further one does.
 #[test]
 fn contexts_are_charged_from_the_second_on() {
     let mut case = Case::new();
     let context = case.context;
     let info = case.probe.must("info");
     assert_eq!((info.number(0), info.number(1)), (CAP, CAP));
-    // Another process of the share.
+    // A context in another process of the share.
     let mut other = case.world.probe("name");
     other.must("init");
     other.must("primary 0");
     case.holds(context);
     assert_eq!(case.probe.must("info").number(0), CAP - context);
-    // And another context of it.
+    // And a second context in it.
     let second = other.must("context 0").number(0);
     case.holds(2 * context);
     other.must(&format!("destroy {second}"));
@@ -560,7 +560,7 @@ fn contexts_are_charged_from_the_second_on() {
     case.probe.must(&format!("free {rest}"));
     other.must("unprimary 0");
     case.holds(0);
-    // Retained twice it is one, until the last release.
+    // Retained twice, it is one context until the last release.
     other.must("primary 0");
     other.must("primary 0");
     case.holds(context);
@@ -571,8 +571,8 @@ fn contexts_are_charged_from_the_second_on() {
     case.covered();
 }
 
-/// What a context's limits take beyond their defaults: the heap of its kernels, their output, and a stack
-/// for each thread that runs at a time (132 × 2,048 on the simulated H100).
+/// A context's limits beyond their defaults take memory: the heap of its kernels, their output, and a stack for
+/// each thread that runs at a time (132 × 2,048 on the simulated H100).
 #[test]
 fn limits_of_a_context() {
     const HEAP: u32 = 2;
@@ -595,13 +595,13 @@ fn limits_of_a_context() {
     );
     assert_eq!(case.probe.call(&limit(0, 2048)), DONE);
     case.holds(CAP / 4 + (2 << 20) + threads * 1024);
-    // Two levels are a context's own.
+    // Two levels are part of a context.
     assert_eq!(case.probe.call(&limit(3, 3)), DONE);
     let level = case.share.used() - case.context - (CAP / 4 + (2 << 20) + threads * 1024);
     assert_eq!(level, 860 << 20);
     assert_eq!(case.probe.call(&limit(3, 2)), DONE);
     assert_eq!(case.probe.call(&limit(3, 64)), OUT_OF_MEMORY);
-    // Others take nothing.
+    // Other limits take nothing.
     assert_eq!(case.probe.call(&limit(6, 1 << 40)), DONE);
     case.holds(CAP / 4 + (2 << 20) + threads * 1024);
     for (which, bytes) in [(0, 1024), (1, 1 << 20), (HEAP, 0)] {
@@ -634,7 +634,7 @@ pub fn with_variable(bytes: u64) -> String {
     )
 }
 
-/// A module's variables are memory like any, and so is its code.
+/// A module's variables and code are charged like other memory.
 #[test]
 fn modules_are_charged_with_their_variables() {
     let mut case = Case::new();
@@ -667,12 +667,12 @@ fn modules_are_charged_with_their_variables() {
         assert_eq!(probe.call(&format!("cuModuleUnload {module}")), DONE);
     }
     assert_eq!(case.share.used(), context + BLOCK);
-    // The last goes with its context.
+    // The last module ends with its context.
     case.probe.must("reset 0");
     assert_eq!(case.share.used(), 0);
 }
 
-/// Several shares of one GPU have room for one context beside their memory, not for one each.
+/// Several shares of one GPU together have room for one context beside their memory, not for one each.
 #[test]
 fn shares_of_one_gpu_have_one_context_beside_them() {
     let mut case = Case::new();
@@ -699,7 +699,7 @@ fn shares_of_one_gpu_have_one_context_beside_them() {
     assert_eq!(output, format!("{0} MiB, {0} MiB\n", (2 * CAP) >> 20));
 }
 
-/// What a process had in whichever way goes with it.
+/// Memory of every kind is freed when its process ends.
 #[test]
 fn a_killed_process_leaves_nothing_of_any_kind() {
     let mut case = Case::new();

@@ -1,5 +1,5 @@
-//! What the realistic machine's driver does and the simple one's does not, as a program without the shim sees
-//! it: a suite that runs on it proves as much as these habits are there.
+//! The habits of the realistic machine's driver that the simple one does not have, as a program without the shim sees
+//! them. The other suites on that machine rely on these habits.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 2 * MIB;
 const DONE: i64 = 0;
 const OUT_OF_MEMORY: i64 = 2;
-/// The driver itself, which the shim stands before.
+/// The driver itself, without the shim.
 const REAL: &str = "/usr/lib/tranche/driver/libcuda.so.1";
 
 /// A program on a machine with one GPU.
 struct Bare {
     world: World,
     probe: Probe,
-    /// What the GPU holds beside what is asked for.
+    /// What the GPU holds without any allocation.
     context: u64,
 }
 
@@ -51,7 +51,7 @@ fn start(probe: &mut Probe) {
     probe.must("primary 0");
 }
 
-/// What the same steps leave the GPU holding, on the simple machine and on the realistic one.
+/// The results of the same steps on the simple and on the realistic machine.
 fn on_both(steps: impl Fn(&mut Bare) -> Vec<u64>) -> [Vec<u64>; 2] {
     Machine::ALL.map(|machine| steps(&mut Bare::on(machine)))
 }
@@ -67,7 +67,7 @@ fn a_drivers_functions_are_what_a_machine_of_its_version_has() {
         install(&root, Machine::Realistic, 1, (version.trim(), cuda));
         let of_cuda = |library: &Path| {
             let mut functions = functions(library);
-            // The debugger's interface is not CUDA's.
+            // The debugger's interface is not part of CUDA.
             functions.retain(|name| name.starts_with("cu") && !name.starts_with("cudbg"));
             functions
         };
@@ -109,7 +109,7 @@ fn what_a_stream_frees_is_in_use_until_the_stream_gets_there() {
         DONE,
         "freed twice"
     );
-    // Another stream's allocation takes memory of its own; the same stream's is in its place.
+    // Another stream's allocation takes new memory; the same stream's reuses the freed memory.
     let other = bare.probe.get("cuStreamCreate &0 1");
     bare.probe
         .get(&format!("cuMemAllocAsync &0 {} {other}", 64 * MIB));
@@ -121,16 +121,15 @@ fn what_a_stream_frees_is_in_use_until_the_stream_gets_there() {
     assert_eq!(used(&mut bare, pool), 128 * MIB);
 }
 
-/// Where there is no memory, an allocation waits for what another stream frees.
+/// If there is no memory, an allocation waits for another stream's free.
 #[test]
-fn an_allocation_depends_on_another_streams_free_before_it_fails() {
+fn an_allocation_waits_for_another_streams_free_before_it_fails() {
     let mut bare = Bare::on(Machine::Realistic);
     let free = bare.probe.must("info").number(0);
-    let most = free / BLOCK * BLOCK;
     let slow = bare.probe.must("kernel sim_busy_100ms").number(0);
     // Its code takes memory too.
     bare.probe.must(&format!("launch-grid {slow} 1 0"));
-    let most = most - BLOCK;
+    let most = free / BLOCK * BLOCK - BLOCK;
     let all = bare.probe.must(&format!("async {most}")).number(0);
     assert_eq!(
         bare.probe.ask(&format!("async {BLOCK}")).code,
@@ -156,7 +155,7 @@ fn a_free_waits_for_the_work_of_its_context() {
     };
     let quickest = |machine| (0..3).map(|_| took(machine)).min().unwrap();
     let [simple, realistic] = Machine::ALL.map(quickest);
-    // The kernel cannot have ended before.
+    // The kernel cannot have ended earlier.
     let kernel = Duration::from_millis(200);
     assert!(
         simple < kernel && realistic >= kernel,
@@ -177,7 +176,7 @@ fn code_takes_memory_at_its_first_launch() {
         vec![looked_up, was_loaded, launched, bare.held()]
     });
     assert_eq!(found, [vec![0, 1, 0, 0], vec![0, 0, BLOCK, 0]]);
-    // Or at once, where the program wants that.
+    // Or at once, if the program wants that.
     let world = World::new(Driver::Simulator(1));
     let mut command = world.command(tranche_shim_tests::probe_path());
     let mut probe = Probe::by(command.arg(REAL).env("CUDA_MODULE_LOADING", "EAGER"));
@@ -188,7 +187,7 @@ fn code_takes_memory_at_its_first_launch() {
 }
 
 #[test]
-fn a_graphs_memory_comes_with_its_launch_and_stays_until_it_is_trimmed() {
+fn a_graphs_memory_is_there_from_its_launch_until_a_trim() {
     let found = on_both(|bare| {
         let graph = bare.probe.get("cuGraphCreate &0 0");
         bare.probe
@@ -258,7 +257,7 @@ fn managed_memory_is_the_gpus_while_the_gpu_uses_it() {
     assert_eq!(found, [vec![0; 7], vec![0, 64, 0, 64, 0, 64, 0]]);
 }
 
-/// On the simple machine managed memory takes none of the GPU's.
+/// On the simple machine managed memory takes no GPU memory.
 #[test]
 fn managed_memory_gives_way_to_other_processes() {
     let mut bare = Bare::on(Machine::Realistic);
@@ -271,15 +270,15 @@ fn managed_memory_gives_way_to_other_processes() {
     let mut other = bare.world.probe(REAL);
     start(&mut other);
     let left = other.must("info").number(0);
-    // What is free, and half of what the first has there.
+    // The free memory, and half of what the first process has there.
     let most = left + half / 2;
     let taken = other.must(&format!("alloc {most}")).number(0);
     let total = bare.world.node().gpus()[0].used;
     assert!(bare.held() < half + most, "{total} bytes");
     assert_eq!(other.must("info").number(0), 0);
-    // Memory that cannot move gives way to nothing.
+    // Memory that cannot move is not evicted.
     assert_eq!(other.ask(&format!("alloc {half}")).code, OUT_OF_MEMORY);
-    // It moves back when it is used, where there is room.
+    // It moves back when it is used, if there is room.
     other.must(&format!("free {taken}"));
     let without = bare.held();
     bare.call(&prefetch);
@@ -290,7 +289,7 @@ fn managed_memory_gives_way_to_other_processes() {
 
 /// NVML counts managed memory for the GPU, and for no process.
 #[test]
-fn managed_memory_is_no_processs() {
+fn managed_memory_counts_for_no_process() {
     let mut bare = Bare::on(Machine::Realistic);
     let memory = bare.probe.must(&format!("managed {}", 64 * MIB)).number(0);
     bare.call(&format!("cuMemPrefetchAsync {memory} {} 0 0", 64 * MIB));
@@ -301,7 +300,7 @@ fn managed_memory_is_no_processs() {
 #[test]
 fn whatever_is_smaller_than_a_block_shares_blocks() {
     let found = on_both(|bare| {
-        // On one, each size class has a block, and what is larger than half a block one of its own.
+        // On the simple one, each size class has a block, and an allocation larger than half a block has its own.
         for bytes in [512, 4096, 100_000, 3 * BLOCK / 4] {
             bare.probe.must(&format!("alloc {bytes}"));
         }

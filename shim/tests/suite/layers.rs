@@ -1,11 +1,11 @@
-//! The files of `shim/cuda` and of `simulator/cuda` use only those that their `lib.rs` lists before them. The files of a
-//! folder have the place of the folder, and do not use each other.
+//! The files of `shim/cuda` and of `simulator/cuda` use only those that their `lib.rs` lists before them. The files in a
+//! folder have the folder's place in the list, and do not use each other.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The files' names in the numbered list of `lib.rs`: what stands in backticks, from "1." to the end of the list.
+/// The files' names in the numbered list of `lib.rs`: the words in backticks, from "1." to the end of the list.
 fn listed(lib: &str) -> Vec<String> {
     let list = lib
         .lines()
@@ -57,7 +57,7 @@ fn sources(folder: &Path) -> Vec<(String, PathBuf)> {
     found
 }
 
-/// What is wrong with the uses in a crate whose sources are in `folder`, and how many uses there are.
+/// The wrong uses in a crate whose sources are in `folder`, and the number of uses.
 fn check(folder: &Path) -> (Vec<String>, usize) {
     let order = listed(&fs::read_to_string(folder.join("lib.rs")).unwrap());
     let place = |name: &str| order.iter().position(|listed| listed == name);
@@ -75,7 +75,7 @@ fn check(folder: &Path) -> (Vec<String>, usize) {
         }
         for used in used(&source) {
             uses += 1;
-            // A macro names its own file by its path.
+            // A macro may refer to its own file by its path.
             let is_own = used == name && !is_nested;
             if !is_own && place(&used).is_none_or(|used| used >= own) {
                 wrong.push(format!(

@@ -20,7 +20,7 @@ const NOT_PERMITTED: i64 = 800;
 /// and at every hundredth. Returns the number of instructions.
 fn killed_at_every_instruction_of(what: &str) -> usize {
     let world = World::new(Driver::Odd);
-    // A share of almost all of the GPU's time: launches are priced, and none waits.
+    // A share of almost all of the GPU's time: launches are priced, but none waits.
     let strict = ComputePolicy::Strict;
     let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), strict);
     share.grant(1_000_000_000_000);
@@ -82,7 +82,7 @@ fn check(share: &Share, what: &str, steps: usize) {
 
 #[test]
 fn killed_at_any_instruction_of_allocate_and_free() {
-    // From what the process keeps, from the share, and from the share after what processes keep was taken back.
+    // From the process's spare, from the share, and from the share after all spares were collected.
     for what in ["alloc-free", "alloc-free-much", "alloc-free-all"] {
         let steps = killed_at_every_instruction_of(what);
         assert!(steps > 100, "{steps} instructions are none of ours");
@@ -200,8 +200,8 @@ fn a_slot_is_free_when_other_files_are_closed_and_not_before() {
             .custom_flags(libc::O_NONBLOCK)
             .open(&fifo)
             .unwrap();
-        // A file that the probe opens itself, because a child that another test is just forking may inherit files with which
-        // the probe is started.
+        // A file that the probe opens itself, because a concurrent fork in another test may inherit the files with which the
+        // probe is started.
         probe.must(&format!("open-to-write {}", fifo.display()));
         assert!(account.is_in_use().unwrap() && !has_hung_up(&reader));
         probe.begin_to_kill();
@@ -243,7 +243,7 @@ fn children_of_children_are_counted_once_each() {
 
 /// A login, which replaces the environment.
 #[test]
-fn after_a_login() {
+fn a_login_does_not_remove_the_cap() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     let probe = format!("exec {} name", probe_path().display());

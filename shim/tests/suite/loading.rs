@@ -19,7 +19,7 @@ pub fn capped(probe: &mut Probe) {
     assert_eq!(probe.ask("alloc 1").code, 2);
 }
 
-/// A program prints the cap as the memory that there is.
+/// Checks that a program prints the cap as the total memory.
 fn says_the_cap(world: &World, program: impl AsRef<OsStr>, arguments: &[&str]) {
     let ran = world.run(program, arguments);
     let (output, errors) = (text(&ran.stdout), text(&ran.stderr));
@@ -27,7 +27,7 @@ fn says_the_cap(world: &World, program: impl AsRef<OsStr>, arguments: &[&str]) {
 }
 
 #[test]
-fn by_every_way_of_the_loader() {
+fn every_way_of_the_loader_gets_the_cap() {
     for how in [
         "name",
         "deepbind",
@@ -39,7 +39,7 @@ fn by_every_way_of_the_loader() {
         let (world, _share) = one_gpu();
         let mut probe = world.probe(how);
         if how == "namespace" {
-            // The odd driver is steered in the main namespace: here it shows both its GPUs.
+            // The odd driver is scripted in the main namespace only: here it shows both of its GPUs.
             world.share("gpu-1", GPU_1, Some(CAP));
             probe.must("init");
             probe.must("context 0");
@@ -95,7 +95,7 @@ fn linked_at_build_time_and_through_ctypes() {
 }
 
 #[test]
-fn whatever_the_environment_says() {
+fn the_environment_does_not_change_the_cap() {
     let forged = [
         ("CUDA_DEVICE_MEMORY_LIMIT", "80g"),
         ("CUDA_DEVICE_MEMORY_LIMIT_0", "0"),
@@ -146,7 +146,7 @@ fn two_gpus() -> World {
 }
 
 #[test]
-fn by_every_way_to_look_up() {
+fn every_way_to_look_up_gets_the_cap() {
     let world = two_gpus();
     symlink("libcuda.so.1", "/usr/lib/x86_64-linux-gnu/libcuda.so").unwrap();
     let program = world.folder().join("ways");
@@ -164,10 +164,9 @@ fn by_every_way_to_look_up() {
     }
 }
 
-/// NVIDIA's functions have no symbol version, and so neither have ours: a look-up with a version fails in
-/// both.
+/// NVIDIA's functions have no symbol version, and neither have ours: a look-up with a version fails in both.
 #[test]
-fn no_version_of_a_function_is_found_as_in_the_drivers_own_library() {
+fn a_look_up_with_a_version_fails_as_in_the_drivers_library() {
     let program = |world: &World| {
         let program = world.folder().join("ways");
         compile("ways.c", &program, &["-ldl"]);
@@ -185,9 +184,9 @@ fn no_version_of_a_function_is_found_as_in_the_drivers_own_library() {
     assert_eq!(text(&program(&world).stdout), "not found\n");
 }
 
-/// A static program has no preload list and a loader of its own, which finds the file.
+/// A static program has no preload list and its own loader, which finds the file.
 #[test]
-fn from_a_static_program() {
+fn a_static_program_gets_the_cap() {
     let world = two_gpus();
     let program = world.folder().join("static");
     compile("ways.c", &program, &["-static-pie", "-ldl"]);
@@ -205,7 +204,7 @@ fn fetched(script: &str) -> String {
 /// With an old glibc, whose loader functions are in libdl.so.2.
 #[test]
 #[ignore = "needs Debian 11, which mirrors need not keep"]
-fn from_a_program_of_an_old_glibc() {
+fn a_program_of_an_old_glibc_gets_the_cap() {
     let old = fetched("fetch-old-glibc");
     let world = World::new(Driver::Real("bookworm"));
     world.share("gpu-0", GPU_0, Some(CAP));
@@ -231,7 +230,7 @@ fn from_a_program_of_an_old_glibc() {
 
 /// musl's loader opens the shim, which needs nothing that musl lacks, but not the driver.
 #[test]
-fn from_a_program_of_another_c_library() {
+fn a_program_of_another_c_library_is_refused() {
     let musl = fetched("fetch-musl");
     let world = World::new(Driver::Real("bookworm"));
     world.share("gpu-0", GPU_0, Some(CAP));

@@ -1,23 +1,23 @@
-//! Local memory: the machine's driver takes it when a kernel is launched that needs more than any before, for as
-//! many threads as the GPU runs at a time; the share is charged before.
+//! Local memory: the machine's driver takes it when a kernel is launched that needs more than any earlier one, for as
+//! many threads as the GPU runs at a time. The share is charged before.
 
 use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
 
 use crate::cap::{BLOCK, CAP, one_gpu, ready};
 
 const OUT_OF_MEMORY: i64 = 2;
-/// Of the simulated H100.
+/// The simulated H100's value.
 const THREADS: u64 = 132 * 2048;
 
-/// What the kernels' code is charged.
+/// The charge of the kernels' code.
 const CODE: u64 = BLOCK;
 
-/// What a share is charged beside the code of its kernels.
+/// The charge of a share without the code of its kernels.
 fn charged(share: &Share) -> u64 {
     share.used() - CODE
 }
 
-/// On the simple machine, where code takes no memory of its own.
+/// On the simple machine, where code takes no memory.
 fn container(cap: u64) -> (World, Share, Probe) {
     let world = World::new(Driver::Machine(Machine::Simple, 1));
     let gpu = world.node().gpus()[0].uuid.clone();
@@ -28,7 +28,7 @@ fn container(cap: u64) -> (World, Share, Probe) {
     (world, share, probe)
 }
 
-/// What a kernel with so many bytes per thread takes, beyond what every context has.
+/// How much a kernel with so many bytes per thread takes, beyond what every context has.
 fn taken(bytes: u64) -> u64 {
     ((bytes - 1024) * THREADS).next_multiple_of(BLOCK)
 }
@@ -46,7 +46,7 @@ fn kernel(probe: &mut Probe, bytes: u64) -> u64 {
 }
 
 #[test]
-fn it_is_charged_before_the_launch_that_needs_it() {
+fn local_memory_is_charged_before_the_launch() {
     let (world, share, mut probe) = container(CAP);
     let small = kernel(&mut probe, 512);
     probe.must(&format!("launch-grid {small} 1 0"));
@@ -62,7 +62,7 @@ fn it_is_charged_before_the_launch_that_needs_it() {
     }
     let whole = taken(65_536);
     assert_eq!((charged(&share), held(&world)), (whole, whole));
-    // What others need less of is there, and it stays.
+    // Kernels that need less use what is there, and it stays.
     let medium = kernel(&mut probe, 32_768);
     for kernel in [medium, small, large] {
         probe.must(&format!("launch-grid {kernel} 1 0"));
@@ -72,7 +72,7 @@ fn it_is_charged_before_the_launch_that_needs_it() {
     assert_eq!(share.used(), 0);
 }
 
-/// The GPU has room for it, the share has not: refused as the driver does, and nothing is taken.
+/// If the GPU has room but the share does not, the launch is refused with the driver's error, and nothing is taken.
 #[test]
 fn a_launch_that_does_not_fit_is_refused() {
     let cap = taken(65_536) - BLOCK;
@@ -86,7 +86,7 @@ fn a_launch_that_does_not_fit_is_refused() {
     }
     assert_eq!((charged(&share), held(&world)), (0, 0));
     assert!(share.read(|account| account.refused()) >= 3);
-    // What fits goes, and then there is less for others.
+    // A kernel that fits runs, and then less is left for others.
     let medium = kernel(&mut probe, 4096);
     probe.must(&format!("launch-grid {medium} 1 0"));
     assert_eq!((charged(&share), held(&world)), (taken(4096), taken(4096)));
@@ -97,9 +97,9 @@ fn a_launch_that_does_not_fit_is_refused() {
     probe.must(&format!("alloc {}", cap - taken(4096)));
 }
 
-/// By every way to launch, and where a graph has the kernel: at the latest before the graph's launch.
+/// Every way to launch charges it; for a kernel in a graph at the latest before the graph's launch.
 #[test]
-fn by_every_way_to_launch() {
+fn every_way_to_launch_charges_local_memory() {
     for how in [
         "cooperative",
         "ex",
@@ -116,7 +116,7 @@ fn by_every_way_to_launch() {
     }
 }
 
-/// A graph that is not captured but built: its node is refused where its kernel would not fit.
+/// In a graph that is built and not captured, a node is refused if its kernel does not fit.
 #[test]
 fn a_graphs_kernel_node_is_charged() {
     let (world, share, mut probe) = container(taken(16_384) + CODE);
@@ -138,7 +138,7 @@ fn a_graphs_kernel_node_is_charged() {
     assert_eq!(held(&world), taken(16_384));
 }
 
-/// A node of a graph, executable or not, gets another kernel: that has its local memory before it can run.
+/// If a node of a graph, executable or not, gets another kernel, its local memory is charged before it can run.
 #[test]
 fn a_kernel_that_a_node_gets_later_is_charged() {
     for set in [
@@ -157,9 +157,9 @@ fn a_kernel_that_a_node_gets_later_is_charged() {
     }
 }
 
-/// The limit of stacks and what kernels need are one memory.
+/// The stack limit and the kernels' local memory use the same memory.
 #[test]
-fn it_is_the_stacks_memory() {
+fn local_memory_and_stacks_share_one_charge() {
     let (world, share, mut probe) = container(CAP);
     assert_eq!(probe.call("cuCtxSetLimit 0 16384"), 0);
     assert_eq!((share.used(), held(&world)), (taken(16_384), taken(16_384)));
@@ -175,7 +175,7 @@ fn it_is_the_stacks_memory() {
         (charged(&share), held(&world)),
         (taken(32_768), taken(32_768))
     );
-    // A lower limit takes away nothing that a kernel needed.
+    // A lower limit does not free what a kernel has needed.
     assert_eq!(probe.call("cuCtxSetLimit 0 1024"), 0);
     assert_eq!(
         (charged(&share), held(&world)),
@@ -190,7 +190,7 @@ fn it_is_the_stacks_memory() {
     assert_eq!(share.used(), 0);
 }
 
-/// A kernel of a module that was unloaded is another one's handle, maybe.
+/// After a module is unloaded, another kernel may get the handle of one of its kernels.
 #[test]
 fn what_is_known_of_a_handle_ends_with_its_module() {
     let (_world, share, mut probe) = container(CAP);

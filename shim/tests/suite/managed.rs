@@ -1,4 +1,4 @@
-//! Shares of a GPU whose memory is oversubscribed: together they have more than the GPU, by managed memory.
+//! Shares of a GPU whose memory is oversubscribed: with managed memory they have more together than the GPU.
 
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
 const OUT_OF_MEMORY: i64 = 2;
 const NOT_SUPPORTED: i64 = 801;
-/// Of the share's memory, what may be memory that cannot move.
+/// How much of the share's memory may be memory that cannot move.
 const RESIDENT: u64 = CAP / 2;
 
 /// A container with an oversubscribed share of the machine's GPU.
@@ -40,13 +40,13 @@ impl Oversubscribed {
         }
     }
 
-    /// What the accounts say beside the context: of all memory, and of what cannot move.
+    /// The accounts without the context: of all memory, and of memory that cannot move.
     fn used(&self) -> (u64, u64) {
         let beside = |bytes: u64| bytes - self.context;
         (beside(self.share.used()), beside(self.share.resident()))
     }
 
-    /// Bytes of memory that cannot move, as NVML counts what its processes have.
+    /// Bytes of memory that cannot move, by NVML's count for its processes.
     fn unmovable(&self) -> u64 {
         self.world.node().processes().iter().sum()
     }
@@ -57,7 +57,7 @@ fn start(probe: &mut Probe) {
     probe.must("primary 0");
 }
 
-/// A call that tells an attribute of a pointer: its code, and the word.
+/// Queries an attribute of a pointer; returns the code and the word.
 fn attribute(probe: &mut Probe, which: u32, pointer: u64) -> (i64, u64) {
     probe.must("set 0 0");
     let code = probe.call(&format!("cuPointerGetAttribute &0 {which} {pointer}"));
@@ -80,7 +80,7 @@ fn what_is_asked_for_as_device_memory_may_move() {
         assert_eq!(case.unmovable(), case.context, "{machine:?}");
         let info = case.probe.must("info");
         assert_eq!((info.number(0), info.number(1)), (CAP - used, CAP));
-        // All of it, though half of it may lie on the GPU for ever.
+        // All of the share, though only half of it may be memory that cannot move.
         let rest = case.probe.must(&format!("alloc {}", CAP - used)).number(0);
         assert_eq!(case.used(), (CAP, 0), "{machine:?}");
         for one in ["alloc 1", "managed 1", "async 1", "pitch 4 4"] {
@@ -94,7 +94,7 @@ fn what_is_asked_for_as_device_memory_may_move() {
 }
 
 #[test]
-fn what_cannot_move_is_held_to_its_own_limit() {
+fn memory_that_cannot_move_has_its_own_limit() {
     let mut case = Oversubscribed::on(Machine::Realistic);
     let pooled = case
         .probe
@@ -111,7 +111,7 @@ fn what_cannot_move_is_held_to_its_own_limit() {
     // The rest of its memory may move.
     case.probe.must(&format!("alloc {}", CAP - RESIDENT));
     assert_eq!(case.probe.ask("alloc 1").code, OUT_OF_MEMORY);
-    // And where all is taken by what may move, there is nothing left for what cannot.
+    // If movable memory takes all, nothing is left for memory that cannot move.
     case.probe.must(&format!("free-async {pooled}"));
     case.probe.must("synchronize");
     case.probe.must(&format!("alloc {}", RESIDENT / 2));
@@ -119,9 +119,9 @@ fn what_cannot_move_is_held_to_its_own_limit() {
     assert_eq!(case.probe.ask("async 1").code, OUT_OF_MEMORY);
 }
 
-/// By no way has a share more memory that cannot move than its limit of that.
+/// In no way does a share get more memory that cannot move than its limit for that.
 #[test]
-fn no_way_leads_past_the_resident_limit() {
+fn no_way_to_take_memory_exceeds_the_resident_limit() {
     for (how, fill) in WAYS {
         let mut case = Oversubscribed::on(Machine::Realistic);
         let most = RESIDENT + case.context;
@@ -174,7 +174,7 @@ fn shares_have_more_together_than_the_gpu() {
 }
 
 #[test]
-fn it_is_told_as_device_memory() {
+fn managed_memory_is_described_as_device_memory() {
     const MEMORY_TYPE: u32 = 2;
     const HOST_POINTER: u32 = 4;
     const IS_MANAGED: u32 = 8;
@@ -202,7 +202,7 @@ fn it_is_told_as_device_memory() {
         let low = |nth: usize| told.number(nth) & u64::from(u32::MAX);
         assert_eq!((low(0), told.number(1), low(2)), (2, 0, 0));
     }
-    // What was asked for as managed memory is that.
+    // Memory that was asked for as managed memory is described as such.
     let managed = probe.must(&format!("managed {}", 4 * MIB)).number(0);
     assert_eq!(attribute(probe, IS_MANAGED, managed), (0, 1));
     assert_eq!(attribute(probe, HOST_POINTER, managed), (0, managed));
@@ -237,7 +237,7 @@ fn what_dead_processes_left_is_taken_back_from_both_accounts() {
     other.must(&format!("async {GIB}"));
     other.must(&format!("alloc {}", CAP - 4 * GIB));
     other.kill();
-    // More than the two leave each other.
+    // More than the two processes leave for each other.
     let start = Instant::now();
     while case.probe.ask(&format!("alloc {}", CAP - 4 * GIB)).code != 0 {
         assert!(start.elapsed() < Duration::from_secs(20), "still charged");

@@ -19,7 +19,7 @@ const MULTIPROCESSORS: u32 = 16;
 /// Where the node mounts a daemon's sockets.
 const PIPES: &str = "/tmp/nvidia-mps";
 
-/// What a tenant may set.
+/// Variables that a tenant may set.
 const HOSTILE: [(&str, &str); 4] = [
     ("CUDA_MPS_PIPE_DIRECTORY", "/nowhere"),
     ("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100"),
@@ -30,7 +30,7 @@ const HOSTILE: [(&str, &str); 4] = [
     ),
 ];
 
-/// A daemon whose sockets the container has.
+/// A daemon whose sockets are mounted in the container.
 struct Daemon {
     folder: PathBuf,
     process: Option<Child>,
@@ -116,7 +116,7 @@ fn multiprocessors(probe: &mut Probe) -> u64 {
 }
 
 #[test]
-fn a_process_has_the_threads_and_the_memory_of_its_share_whatever_the_environment_says() {
+fn the_environment_does_not_change_threads_and_memory() {
     let world = World::new(Driver::Simulator(1));
     let [gpu] = &gpus(&world)[..] else {
         panic!("one GPU");
@@ -161,7 +161,7 @@ print(*[getenv(b'CUDA_MPS_' + name.encode()) for name in names])";
     );
 }
 
-/// The limits are each process's; the cap is the claim's.
+/// The limits apply to each process, the cap to the claim.
 #[test]
 fn processes_of_a_share_have_its_memory_together() {
     let world = World::new(Driver::Simulator(1));
@@ -228,7 +228,7 @@ fn without_the_daemons_folder_a_concurrent_share_is_refused() {
     world.share_by_mps("gpu-0", &gpus(&world)[0], CAP, 25);
     let empty = world.folder().join("empty");
     fs::create_dir(&empty).unwrap();
-    // Started before, because its program may lie below /tmp.
+    // Started before the mount, because its program may be below /tmp.
     let mut probe = world.probe("name");
     probe.ask("count");
     world.mount(&empty, Path::new("/tmp"));
@@ -251,7 +251,7 @@ fn concurrent_shares_of_two_gpus_are_refused() {
     assert!(stderr.contains("two GPUs"), "{stderr}");
 }
 
-/// An image may have the folder: it means nothing where no share is concurrent.
+/// An image may have the folder: it has no effect without a concurrent share.
 #[test]
 fn a_capped_share_needs_no_daemon() {
     let world = World::new(Driver::Simulator(1));

@@ -1,4 +1,4 @@
-//! Multicast objects: memory that is bound to one is charged as long as it is bound, also after its handle is released.
+//! Multicast objects: memory is charged while it is bound to one, also after its handle is released.
 
 use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
 
@@ -14,7 +14,7 @@ const BYTES: u64 = 8 * BLOCK;
 struct Team {
     world: World,
     shares: [Share; 2],
-    /// What the GPUs hold of nobody's.
+    /// What the GPUs hold without any allocation.
     idle: [u64; 2],
     probe: Probe,
 }
@@ -93,7 +93,7 @@ fn bound_memory_stays_charged_until_it_is_unbound() {
         release(probe, memory);
     }
     team.holds([BYTES, BYTES]);
-    // The rest of a cap, and no more.
+    // The rest of the cap, and no more.
     let probe = &mut team.probe;
     let rest = create(probe, 0, CAP - BYTES);
     probe.must("set 16 1 1 0 0");
@@ -120,9 +120,9 @@ fn bound_memory_stays_charged_until_it_is_unbound() {
     team.holds([0, 0]);
 }
 
-/// Again and again: what is bound is never more than the cap.
+/// Memory that is bound repeatedly never exceeds the cap.
 #[test]
-fn binding_again_and_again_never_exceeds_the_cap() {
+fn repeated_bindings_never_exceed_the_cap() {
     let mut team = Team::new();
     let probe = &mut team.probe;
     let taken = create(probe, 0, CAP - 4 * BYTES);
@@ -150,14 +150,14 @@ fn binding_again_and_again_never_exceeds_the_cap() {
     team.holds([4 * BYTES, 0]);
 }
 
-/// The object's end is that of its last handle and mapping.
+/// The object ends with its last handle and mapping.
 #[test]
 fn bound_memory_goes_with_the_object() {
     let mut team = Team::new();
     let probe = &mut team.probe;
     let object = object_of_both(probe);
     for device in 0..2 {
-        // In two halves.
+        // Bound in two halves.
         for at in [0, BYTES / 2] {
             let memory = create(probe, device, BYTES);
             let half = format!(
@@ -180,7 +180,7 @@ fn bound_memory_goes_with_the_object() {
     team.holds([0, 0]);
 }
 
-/// Bound by its address, it stays when it is unmapped.
+/// Memory that is bound by its address stays bound when it is unmapped.
 #[test]
 fn memory_is_bound_by_its_address() {
     let mut team = Team::new();
@@ -223,7 +223,7 @@ fn a_bind_that_fails_leaves_no_charge() {
         probe,
         &format!("cuMulticastBindMem {object} 0 {memory} 0 {BYTES} 0"),
     );
-    // In the way of itself; the first binding stays.
+    // A binding at the same place is refused; the first one stays.
     let other = create(probe, 0, BYTES);
     let again = format!("cuMulticastBindMem {object} {BLOCK} {other} 0 {BLOCK} 0");
     assert_eq!(probe.call(&again), INVALID_VALUE);
@@ -234,7 +234,7 @@ fn a_bind_that_fails_leaves_no_charge() {
     team.holds([0, 0]);
 }
 
-/// With the functions of CUDA 13.1, in front of a driver that binds whatever it is told to.
+/// The functions of CUDA 13.1, with a driver that binds anything.
 #[test]
 fn newer_functions_bind_as_well() {
     let (world, share) = one_gpu();
@@ -266,7 +266,7 @@ fn newer_functions_bind_as_well() {
     assert_eq!(share.used(), 0);
 }
 
-/// A pool's memory may lie in any piece of the pool's: all of them are charged once more, as long as it is bound.
+/// A pool's memory may lie in any piece of the pool: all of them are charged once more while it is bound.
 #[test]
 fn a_pools_memory_is_charged_once_more() {
     const POOL: u64 = 64 << 20;
@@ -282,12 +282,12 @@ fn a_pools_memory_is_charged_once_more() {
     assert_eq!(probe.call(&bind), 801);
     assert_eq!(share.used(), POOL);
     must(probe, &bind);
-    // The pool has it, too, until it is trimmed.
+    // The pool also keeps it until it is trimmed.
     probe.must(&format!("free {pointer}"));
     assert_eq!(share.used(), 2 * POOL);
     must(probe, &format!("cuMulticastUnbind {object} 0 0 {BYTES}"));
     assert_eq!(share.used(), POOL);
-    // Without room for it, the driver is not asked.
+    // If there is no room for it, the driver is not called.
     let pointer = probe.must(&format!("async {POOL}")).number(0);
     probe.must(&format!("alloc {}", CAP - POOL));
     let bind = format!("cuMulticastBindAddr {object} 0 {pointer} {BYTES} 0");
@@ -295,7 +295,7 @@ fn a_pools_memory_is_charged_once_more() {
     assert_eq!(share.used(), CAP);
 }
 
-/// An object that another process made is not charged; what is bound to it goes with this process's handle of it.
+/// An object of another process is not charged; what is bound to it ends with this process's handle.
 #[test]
 fn what_is_bound_to_an_import_goes_with_it() {
     let (world, share) = one_gpu();

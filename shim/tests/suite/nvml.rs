@@ -11,7 +11,7 @@ use tranche_shim_tests::{Driver, World, text};
 use crate::cap::{CAP, GPU_0, GPU_1, ready};
 
 const MIB: u64 = 1 << 20;
-/// A process of another container, and one with a PID of the host.
+/// A process of another container, and one with a host PID.
 const FOREIGN: [u32; 2] = [4_000_001, 4_000_002];
 
 /// Answers by function: its code, and the rest of its line.
@@ -73,7 +73,7 @@ fn the_shares_own_processes_and_what_they_take() {
     let (mut first, mut second) = (ready(&world, 1), ready(&world, 1));
     first.must(&format!("alloc {}", 6 * MIB));
     second.must(&format!("alloc {}", 8 * MIB));
-    // Has joined, and holds nothing.
+    // It has joined, and holds nothing.
     let _idle = ready(&world, 1);
     let charged: BTreeMap<u64, u64> = share.read(|account| {
         account
@@ -110,7 +110,7 @@ fn the_shares_own_processes_and_what_they_take() {
         0,
         &format!("{CAP},{},{used}", CAP - used),
     );
-    // They are in the order of their slots, which is arbitrary.
+    // Their order is that of their slots, which is arbitrary.
     let holders: Vec<String> = charged
         .iter()
         .filter(|(_, bytes)| **bytes > 0)
@@ -139,7 +139,7 @@ fn the_shares_own_processes_and_what_they_take() {
             0,
             "0",
         );
-        // The odd driver has no such function.
+        // The odd driver does not have this function.
         is(
             &answers,
             &format!("nvmlDeviceGet{kind}RunningProcesses"),
@@ -190,7 +190,7 @@ fn a_share_that_does_nothing_is_idle_beside_busy_neighbours() {
 
 /// With MIG and vGPU the driver's answer is passed on.
 #[test]
-fn where_the_driver_names_no_process_its_answer_stands() {
+fn without_utilization_by_process_the_driver_answers() {
     const NOT_SUPPORTED: i64 = 3;
     let world = World::new(Driver::Odd);
     world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(25), ComputePolicy::Strict);
@@ -215,7 +215,7 @@ fn where_the_driver_names_no_process_its_answer_stands() {
 
 /// GPM's samples are of the whole GPU: a share has none.
 #[test]
-fn gpm_is_not_offered_of_a_share() {
+fn gpm_is_not_supported_for_a_share() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     world.share("gpu-1", GPU_1, None);
@@ -231,7 +231,7 @@ fn gpm_is_not_offered_of_a_share() {
 }
 
 #[test]
-fn more_than_its_cores_is_all_of_them() {
+fn a_share_that_gets_more_than_its_cores_is_fully_used() {
     let world = World::new(Driver::Odd);
     world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(25), ComputePolicy::Strict);
     let mut probe = ready(&world, 1);
@@ -244,7 +244,7 @@ fn more_than_its_cores_is_all_of_them() {
 
 /// For each call that returns a handle, it is the same GPU with its own share.
 #[test]
-fn by_every_handle() {
+fn every_way_to_get_a_handle_gives_the_gpus_own_share() {
     let world = World::new(Driver::Odd);
     world.share("a", GPU_1, Some(2 * CAP));
     world.share("b", GPU_0, Some(CAP));
@@ -293,9 +293,9 @@ fn a_gpu_without_a_cap_is_the_drivers() {
     is(&answers, &format!("stats/{}", FOREIGN[0]), 0, "42");
 }
 
-/// As CUDA refuses it.
+/// NVML refuses it like CUDA.
 #[test]
-fn a_gpu_without_a_page_tells_nothing_of_others() {
+fn nvml_shows_no_other_share_of_a_gpu_without_a_page() {
     let world = World::new(Driver::Odd);
     world.share("gpu-0", GPU_0, Some(CAP));
     driver_says(&world, &[(FOREIGN[0], 40 << 30, 90)]);

@@ -21,8 +21,8 @@ fn python(generation: &str) -> PathBuf {
     Path::new(text(&done.stdout).trim()).join("bin/python")
 }
 
-/// Each family gets the cap, all but what is less than a piece, and never more (`fill.py` checks that);
-/// then nothing is left.
+/// Each family can take the cap, except for a rest that is smaller than a piece, and never more (`fill.py` checks
+/// that); then nothing is left.
 fn fill(generation: &str) {
     let python = python(generation);
     let mut case = Case::new();

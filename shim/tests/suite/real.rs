@@ -53,8 +53,8 @@ fn every_function_of_every_driver_is_exported() {
     }
 }
 
-/// For every symbol, flag, and version at which any symbol's answer changes, and the one before: our
-/// answer is the real one's, but for the functions that we handle, where it is our twin.
+/// For every symbol and flag, and every version at which any symbol's answer changes and the one before it: our
+/// answer is the real driver's or, for the functions that we handle, our twin.
 #[test]
 fn every_look_up_is_answered_as_the_driver_does() {
     let coverage = Coverage::cuda().unwrap();
@@ -79,7 +79,7 @@ fn every_look_up_is_answered_as_the_driver_does() {
         let answer = probe.must(&format!("compare {}", file.display()));
         let [same, ours, different] = [0, 1, 2].map(|nth| answer.number(nth));
         assert_eq!(different, 0, "{release}: {answer:?}");
-        // Old and new variants, both streams: a comparison that compared nothing would not do.
+        // Old and new variants and both streams must have been compared.
         assert!(same > 100_000 && ours > 5_000, "{release}: {answer:?}");
     }
 }
@@ -96,8 +96,8 @@ fn the_real_drivers_own_errors_come_through() {
         let init = probe.ask("init").code;
         assert!(matches!(init, 100 | 999), "cuInit without a GPU: {init}");
         assert_eq!(probe.stderr(), "");
-        // A real driver that root starts makes its device nodes itself. They must not stay on the machine:
-        // the world has a /dev of its own, without what every machine's has.
+        // A real driver that is started by root makes its device nodes itself. They must not stay on the machine,
+        // so the world has its own /dev, without the usual nodes.
         assert!(fs::exists("/dev/nvidiactl").unwrap(), "{release}");
         assert!(!fs::exists("/dev/full").unwrap());
     }
@@ -110,7 +110,7 @@ fn the_real_nvidia_smi_runs_over_the_real_nvml() {
         world.share("gpu-0", GPU_0, Some(CAP));
         let smi = real_drivers().join(release).join("nvidia-smi");
         let ran = world.run(&smi, &[]);
-        // There is no driver in the kernel, and it says so itself.
+        // There is no kernel driver, and the library reports that.
         assert!(
             text(&ran.stdout).contains(
                 "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver"

@@ -29,8 +29,10 @@ fn runtimes() -> Vec<(String, Vec<PathBuf>)> {
         .map(|entry| entry.unwrap())
         .filter(|entry| !entry.file_name().to_string_lossy().starts_with('.'))
         .map(|entry| {
-            let files = fs::read_dir(entry.path()).unwrap();
-            let files = files.map(|file| file.unwrap().path()).collect();
+            let files = fs::read_dir(entry.path())
+                .unwrap()
+                .map(|file| file.unwrap().path())
+                .collect();
             (entry.file_name().to_string_lossy().into_owned(), files)
         })
         .collect();
@@ -38,7 +40,7 @@ fn runtimes() -> Vec<(String, Vec<PathBuf>)> {
     found
 }
 
-/// One look-up, as `front.c` writes it down.
+/// One look-up, as `front.c` records it.
 #[derive(Debug)]
 struct LookUp<'a> {
     name: &'a str,
@@ -112,7 +114,7 @@ fn every_look_up_of_every_runtime_is_exact() {
                     "-lrt",
                 ];
                 compile(source.to_str().unwrap(), &program, &arguments);
-                // The front takes the shim's place in the loader's eyes.
+                // The loader finds the front in place of the shim.
                 fs::write(
                     "/etc/ld.so.preload",
                     format!("{}\n{preload}", front.display()),

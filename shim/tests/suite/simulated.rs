@@ -112,10 +112,10 @@ fn a_library_is_charged_on_every_gpu() {
     assert_eq!((first.used() - before, second.used()), (0, 0));
 }
 
-/// A forked child has the driver's files too: its parent's memory stays allocated, and charged, as
-/// long.
+/// A forked child has the driver's files too: until it closes them, its parent's memory stays allocated and
+/// charged.
 #[test]
-fn what_a_dead_parent_had_is_the_childs_to_keep() {
+fn a_child_keeps_its_dead_parents_memory() {
     let mut case = Case::new();
     case.probe.must(&format!("alloc {CAP}"));
     assert_eq!(case.probe.ask("fork").values, ["child"]);
@@ -192,7 +192,7 @@ fn a_reset_returns_what_the_context_held() {
 /// Two containers, each with a share of the same GPU and two processes that allocate at random.
 #[test]
 fn two_shares_of_one_gpu_never_exceed_their_caps() {
-    /// Of the simulated H100.
+    /// The simulated H100's value.
     const CONTEXT: u64 = 518 << 20;
     let root = std::env::temp_dir().join(format!("tranche-shim-{}-two", std::process::id()));
     let node = Arc::new(Node::start(root, Machine::Simple, 1));
@@ -290,7 +290,7 @@ fn a_gpu_without_a_page_is_not_used() {
     fs::metadata(smi).unwrap();
 }
 
-/// With a neighbour outside of this container's accounts.
+/// A neighbour outside of this container's accounts also uses the GPU.
 #[test]
 fn every_view_of_nvidia_smi_tells_the_share() {
     let (world, _shares, [first, _]) = two_gpus();
@@ -332,7 +332,7 @@ fn every_view_of_nvidia_smi_tells_the_share() {
             "{which}"
         );
     }
-    // It gets the processes from a private table of the driver, which has those of this PID namespace.
+    // It gets the processes from a private table of the driver, which lists those of this PID namespace.
     let query = [
         "--query-compute-apps=pid,used_memory",
         "--format=csv,noheader",

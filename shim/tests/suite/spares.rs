@@ -1,14 +1,14 @@
-//! What a process freed and keeps for its next allocation: it is free memory, and anybody's.
+//! Spares, which a process freed and keeps for its next allocation: they are free memory for every process.
 
 use tranche_shim_tests::{Driver, Probe, Share, World};
 
 use crate::cap::{BLOCK, CAP, GPU_0, one_gpu, ready};
 
 const OUT_OF_MEMORY: i64 = 2;
-/// The most that a process keeps.
+/// The largest spare of a process.
 const MOST: u64 = 16 << 20;
 
-/// Allocates as much as a process keeps, in blocks, and frees it.
+/// Allocates as much as a spare holds, in blocks, and frees it.
 fn keep(probe: &mut Probe) {
     let pointers: Vec<u64> = (0..MOST / BLOCK)
         .map(|_| probe.must(&format!("alloc {BLOCK}")).number(0))
@@ -18,13 +18,13 @@ fn keep(probe: &mut Probe) {
     }
 }
 
-/// Bytes that processes keep.
+/// Bytes of all spares.
 fn kept(share: &Share) -> u64 {
     share.read(|account| account.reserved() - account.used())
 }
 
 #[test]
-fn what_four_processes_keep_is_free_and_a_fifth_gets_it() {
+fn the_spares_of_four_processes_are_free_for_a_fifth() {
     let (world, share) = one_gpu();
     let mut four: Vec<Probe> = (0..4).map(|_| ready(&world, 1)).collect();
     let mut fifth = ready(&world, 1);
@@ -42,7 +42,7 @@ fn what_four_processes_keep_is_free_and_a_fifth_gets_it() {
     }
     fifth.must("free-last");
     keep(&mut fifth);
-    // By a process that has a part of it itself.
+    // A process that has a part of it itself.
     keep(&mut four[0]);
     four[0].must(&all);
     assert_eq!(fifth.ask("alloc 1").code, OUT_OF_MEMORY);
@@ -50,7 +50,7 @@ fn what_four_processes_keep_is_free_and_a_fifth_gets_it() {
 }
 
 #[test]
-fn what_a_killed_process_kept_is_anybodys() {
+fn the_spare_of_a_killed_process_is_free() {
     let (world, share) = one_gpu();
     let (mut victim, mut other) = (ready(&world, 1), ready(&world, 1));
     victim.must(&format!("alloc {BLOCK}"));
@@ -61,7 +61,7 @@ fn what_a_killed_process_kept_is_anybodys() {
     assert_eq!((share.used(), kept(&share)), (CAP, 0));
 }
 
-/// Four processes whose allocations together always fit, although what they keep would not: none is refused.
+/// The allocations of four processes always fit together, but not with their spares: no process is refused.
 #[test]
 fn processes_that_keep_more_than_fits_are_never_refused() {
     let world = World::new(Driver::Odd);

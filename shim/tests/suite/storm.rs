@@ -1,7 +1,7 @@
-//! Processes and threads that take memory at random, in every way that there is. The machine itself
-//! says whether they ever had more than their cap, at any instant.
+//! Processes and threads that take memory at random, in every way. The machine counts whether they ever had
+//! more than their cap, at any instant.
 //!
-//! How much is done is small, for a suite that runs often; `TRANCHE_STORM` multiplies it:
+//! The number of operations is small, because the suite runs often; `TRANCHE_STORM` multiplies it:
 //!
 //! ```console
 //! $ TRANCHE_STORM=10000 cargo test --release -p tranche-shim-tests storm -- --nocapture
@@ -23,7 +23,7 @@ fn operations(few: u64) -> u64 {
     few * times
 }
 
-/// Which of the processes finds the cap full is chance; that one does is not.
+/// It is random which of the processes finds the cap full, but one of them always does.
 fn check(answers: &[Answer]) {
     let [taken, refused, failed] = [0, 1, 2].map(|nth| {
         let each = answers.iter().map(|answer| answer.number(nth));
@@ -38,7 +38,7 @@ fn check(answers: &[Answer]) {
 }
 
 #[test]
-fn nobody_ever_has_more_than_the_cap() {
+fn two_processes_never_have_more_than_the_cap() {
     for machine in Machine::ALL {
         two_processes(machine);
     }
@@ -73,7 +73,7 @@ fn two_processes(machine: Machine) {
         peak > limit / 4 * 3,
         "{machine:?}: it was never full: {peak} of {limit}"
     );
-    // All was given back: two contexts are left.
+    // All was given back, except for two contexts.
     for probe in &mut probes {
         probe.must("synchronize");
         assert_eq!(probe.call("cuDeviceGraphMemTrim 0"), 0);
@@ -81,17 +81,17 @@ fn two_processes(machine: Machine) {
     case.holds(case.context);
 }
 
-/// The same with processes that are killed in the middle of it: what they had is their neighbours'.
+/// The same with processes that are killed meanwhile: their neighbours can use what they had.
 #[test]
-fn nor_when_processes_are_killed() {
+fn killed_processes_never_have_more_than_the_cap() {
     for machine in Machine::ALL {
         with_kills(machine, 2, 1, THREADS, operations(3000));
     }
 }
 
-/// As many as a busy share has. With `TRANCHE_STORM` at 10,000 they are a hundred million operations.
+/// As many processes and threads as in a busy share. With `TRANCHE_STORM=10000` these are a hundred million operations.
 #[test]
-fn nor_by_sixteen_processes_of_eight_threads() {
+fn sixteen_processes_never_have_more_than_the_cap() {
     for machine in Machine::ALL {
         with_kills(machine, 12, 4, 8, operations(100));
     }
@@ -155,7 +155,7 @@ fn with_kills(machine: Machine, steady: usize, killed: usize, threads: u64, oper
         "{machine:?}: {peak} {counted} {limit}"
     );
     drop(steady);
-    // Who needs it takes back what the dead had; the daemon needs a moment to see their end.
+    // A process that needs it reclaims what dead ones had; the daemon needs a moment to notice their end.
     case.probe.kill();
     let start = Instant::now();
     loop {
@@ -174,9 +174,9 @@ fn with_kills(machine: Machine, steady: usize, killed: usize, threads: u64, oper
     }
 }
 
-/// The plain family, in front of the driver that does what it is told, where threads are quick.
+/// Plain allocations with the scripted driver, where threads are fast.
 #[test]
-fn nor_in_front_of_a_quick_driver() {
+fn a_fast_driver_never_gives_more_than_the_cap() {
     let (world, share) = one_gpu();
     let mut probe = ready(&world, 1);
     let answer = probe.must(&format!("threads 8 {} {}", operations(20_000), CAP / 16));

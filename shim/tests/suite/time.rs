@@ -12,7 +12,7 @@ use crate::cap::{CAP, GPU_0, GPU_1, one_gpu, ready};
 
 fn measure(what: &str, live: u32) -> (u64, u64) {
     let world = World::new(Driver::Odd);
-    // A share of almost all of the GPU's time: its launches are priced, and none waits.
+    // A share of almost all of the GPU's time: its launches are priced, but none waits.
     let all = ComputePolicy::Strict;
     let share = world.share_of_time("gpu-0", GPU_0, Some(CAP), Some(99), all);
     share.grant(1_000_000_000);
@@ -54,7 +54,7 @@ fn calls_stay_cheap() {
     }
 }
 
-/// A neighbour's work may last for as long as a round does.
+/// Another program's work may last for a whole round.
 const ROUNDS: usize = 10;
 
 /// The tenth lowest of a hundred.
@@ -80,7 +80,7 @@ fn loading_stays_cheap() {
             time(&probe_path(), &[driver, "init"]),
         ]
     };
-    // In turns, because other work on the machine varies.
+    // Alternating, because other work on the machine varies.
     let added = || {
         let turns: Vec<_> = (0..100)
             .map(|_| {

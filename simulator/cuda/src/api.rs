@@ -1,5 +1,5 @@
 //! The exported functions, a file for each family. Names, signatures and error codes are those of cuda.h and of driver
-//! 535, where each function is documented. No file here uses another of them.
+//! 535, where each function is documented. No file here uses another one.
 
 mod absent;
 mod array;

@@ -6,7 +6,7 @@
 use crate::code::Code;
 use crate::context::current;
 use crate::memory;
-use crate::object::{Handle, Kept, Kind, Object};
+use crate::object::{Handle, Kind, Object, StoredHandle};
 
 /// cuda.h's `CUDA_ARRAY3D_DESCRIPTOR`.
 #[repr(C)]
@@ -126,7 +126,7 @@ pub fn create(shape: Shape3) -> Result<Handle, Code> {
 /// A mipmapped array: arrays, each of half the size of the one before.
 #[derive(Debug)]
 pub struct Mipmap {
-    pub levels: Vec<Kept>,
+    pub levels: Vec<StoredHandle>,
 }
 
 impl Kind for Mipmap {
@@ -177,7 +177,7 @@ pub fn create_mipmap(shape: Shape3, levels: u32) -> Result<Handle, Code> {
             ..shape
         };
         match create(smaller) {
-            Ok(array) => made.push(Kept(array)),
+            Ok(array) => made.push(StoredHandle(array)),
             Err(code) => {
                 for array in made {
                     let _ = destroy(array.0);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use crate::graph::{Graph, Node};
 use crate::object::{Handle, Object};
 
-/// A capture that one or more streams take part in.
+/// A capture of one or more streams.
 #[derive(Debug, Clone)]
 pub struct Capture {
     pub graph: &'static Object<Graph>,
@@ -35,13 +35,13 @@ impl Capture {
         }
     }
 
-    /// Adds work; the handle of its node. The program's own calls order the streams of a capture, so the order of the
-    /// calls keeps every dependency.
+    /// Adds work; returns the handle of its node. The program's own calls order the streams of a capture, so the order of
+    /// the calls keeps every dependency.
     pub fn add(&mut self, node: Node) -> Handle {
         self.graph.push(node)
     }
 
-    /// A mark for other streams to join by.
+    /// A mark by which other streams can join.
     pub fn mark(&mut self) -> CaptureMark {
         CaptureMark(self.clone())
     }
@@ -55,7 +55,7 @@ impl Capture {
         self.has_ended.load(Ordering::Acquire)
     }
 
-    /// Ends it: no stream can join it any more.
+    /// Ends the capture, so that no stream can join it any more.
     pub fn end(&self) {
         self.has_ended.store(true, Ordering::Release);
     }

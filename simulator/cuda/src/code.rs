@@ -49,7 +49,7 @@ impl From<ChargeError> for Code {
 /// Code, name and text.
 pub type Row = (u32, &'static CStr, &'static CStr);
 
-/// The row of a code; `None` where the driver has no such code.
+/// The row of a code; `None` if the driver has no such code.
 pub fn row(code: u32) -> Option<&'static Row> {
     ROWS.binary_search_by_key(&code, |row| row.0)
         .ok()

@@ -9,12 +9,12 @@ use crate::device::Device;
 use crate::driver::{self, driver};
 use crate::heap::BLOCK;
 use crate::host;
-use crate::object::{Kept, Kind, Object};
+use crate::object::{Kind, Object, StoredHandle};
 
 #[derive(Debug)]
 pub struct Context {
     pub device: &'static Device,
-    /// Never used twice in a process.
+    /// Unique in the process.
     pub id: u64,
     pub flags: AtomicU64,
     /// The mark of the last work queued in it.
@@ -22,7 +22,7 @@ pub struct Context {
     /// The mark of the last work that its null stream waits for.
     pub latest_blocking: AtomicU64,
     /// The handle of its null stream.
-    pub null_stream: OnceLock<Kept>,
+    pub null_stream: OnceLock<StoredHandle>,
     limits: [AtomicU64; LIMITS],
     /// Bytes charged for the first limits beyond their defaults.
     taken: Mutex<[u64; TAKING]>,
@@ -51,8 +51,8 @@ const LIMITS: usize = 7;
 const TAKING: usize = 3;
 /// The index of the stack's limit.
 const STACK: usize = 0;
-/// Bytes that each thread's stack has beside those that its kernel needs, and the step to which local memory per
-/// thread is rounded up.
+/// Bytes of each thread's stack beyond those that its kernel needs, and the step to which local memory per thread is
+/// rounded up.
 const SYSTEM_STACK: u64 = 512;
 const LOCAL_STEP: u64 = 256;
 const DEFAULT_LIMITS: [u64; LIMITS] = [1024, 1 << 20, 8 << 20, 2, 2048, 128, 0];
@@ -82,7 +82,7 @@ pub fn current() -> Result<&'static Object<Context>, Code> {
     }
 }
 
-/// The id of the calling thread's context, or 0 where it has none that is alive.
+/// The id of the calling thread's context, or 0 if it has no live one.
 pub fn context_id() -> u64 {
     current_or_none()
         .filter(|c| Object::is_alive(c))
@@ -90,7 +90,7 @@ pub fn context_id() -> u64 {
 }
 
 impl Context {
-    /// A context that has the memory of contexts (`context_mib`), which is charged already.
+    /// A context whose memory (`context_mib`) is charged already.
     pub fn new(device: &'static Device, flags: u32) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self {
@@ -113,8 +113,8 @@ impl Context {
         limits.iter().sum::<u64>() + self.code().taken
     }
 
-    /// Grows local memory to what a kernel needs that uses `bytes` of it per thread. A context has one allocation, for
-    /// as many threads as the GPU runs at a time. It grows when a launch needs more and does not shrink afterwards
+    /// Grows local memory for a kernel that uses `bytes` of it per thread. A context has one allocation, for as many
+    /// threads as the GPU runs at a time. It grows when a launch needs more and does not shrink afterwards
     /// (cuda.h: `cuCtxSetLimit`, and `CU_CTX_LMEM_RESIZE_TO_MAX`, which is the default).
     pub fn grow_local(&self, bytes: u64) -> Result<(), Code> {
         if bytes <= self.local.load(Ordering::Relaxed) {

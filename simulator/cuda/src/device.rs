@@ -48,14 +48,16 @@ pub fn devices() -> Result<&'static [Device], Code> {
 /// The GPU with this ordinal.
 pub fn device(ordinal: i32) -> Result<&'static Device, Code> {
     let devices = devices()?;
-    let device = usize::try_from(ordinal).ok().and_then(|o| devices.get(o));
-    let device = device.ok_or(Code::INVALID_DEVICE)?;
+    let device = usize::try_from(ordinal)
+        .ok()
+        .and_then(|at| devices.get(at))
+        .ok_or(Code::INVALID_DEVICE)?;
     device.check_present()?;
     Ok(device)
 }
 
 impl Device {
-    /// The name: a MIG device's ends with its profile.
+    /// The name. The name of a MIG device ends with its profile.
     pub fn name(&self) -> String {
         let gpu = self.state.name.as_str();
         match &self.partition {
@@ -72,13 +74,13 @@ impl Device {
         }
     }
 
-    /// Bytes that this process can still have: nobody has them, and no MPS limit is in the way.
+    /// Free bytes that this process may take, within its MPS limit.
     pub fn free(&self) -> u64 {
         let free = self.unused();
         self.mps_room().map_or(free, |room| room.min(free))
     }
 
-    /// Bytes that its MPS limit leaves this process; `None` without one.
+    /// Bytes that the MPS limit leaves to this process; `None` without a limit.
     fn mps_room(&self) -> Option<u64> {
         let driver = driver().ok()?;
         let ordinal = usize::try_from(self.ordinal).ok()?;
@@ -107,7 +109,7 @@ impl Device {
         }
     }
 
-    /// Bytes that nobody has.
+    /// Free bytes.
     fn unused(&self) -> u64 {
         let Some(it) = &self.partition else {
             return self.state.free();
@@ -122,7 +124,7 @@ impl Device {
         of_partition.unwrap_or(self.state.multiprocessors)
     }
 
-    /// Those of them that this process uses: an MPS client may have fewer.
+    /// The multiprocessors that this process uses: an MPS client may have fewer.
     pub fn usable_multiprocessors(&self) -> u32 {
         let all = self.multiprocessors();
         let client = driver().ok().and_then(|driver| driver.mps.as_ref());
@@ -152,7 +154,7 @@ impl Device {
         }
     }
 
-    /// Fails if the GPU has fallen off the bus, or since a fault of a kernel.
+    /// Fails if the GPU has fallen off the bus, or after a fault of a kernel.
     pub fn check(&self) -> Result<(), Code> {
         self.check_present()?;
         fault::check()
@@ -172,7 +174,7 @@ impl Device {
     /// Returns `bytes` of this GPU's memory.
     pub fn release(&self, bytes: u64) {
         if let Ok(driver) = driver() {
-            // It fails only where a lock stays taken and no daemon runs. A daemon that starts adds the page up again.
+            // It fails only if a lock stays taken and no daemon runs. A daemon that starts recomputes the sums.
             let _ = driver.shared.release(driver.slot, self.gpu, bytes);
         }
     }
@@ -188,7 +190,7 @@ impl Device {
         })
     }
 
-    /// Returns `bytes` of managed memory, as far as other processes have left it on this GPU.
+    /// Returns `bytes` of managed memory, or the part that is still on this GPU.
     pub fn release_managed(&self, bytes: u64) {
         if let Ok(driver) = driver() {
             // As above.

@@ -1,7 +1,7 @@
 //! `dma-buf`s of device memory.
 //!
-//! The driver duplicates the memory objects that the range lies in, whole, and frees its duplicates when the last
-//! reference to the `dma-buf` is gone (`nv-dmabuf.c` of NVIDIA's open kernel modules). Here a `dma-buf` is one end of a
+//! The driver duplicates the whole memory objects of the range, and frees its duplicates when the last reference to the
+//! `dma-buf` is gone (`nv-dmabuf.c` of NVIDIA's open kernel modules). Here a `dma-buf` is one end of a
 //! socket pair: like a `dma-buf`, it cannot be opened again by its path in `/proc`, and the other end sees when its last
 //! descriptor is closed, in any process. Nothing can be read, written or mapped by it.
 
@@ -11,21 +11,21 @@ use std::os::unix::net::UnixStream;
 use crate::code::Code;
 use crate::device::device;
 use crate::heap::BLOCK;
-use crate::held;
+use crate::heap_objects;
 use crate::memory::PAGE;
 use crate::space::{MemoryKind, Regions, regions};
 use crate::vmm;
 
-/// A memory object that is kept until this is dropped.
-enum Kept {
+/// A memory object that is held until this is dropped.
+enum HeldObject {
     Heap(u64),
     Physical(u64),
 }
 
-impl Drop for Kept {
+impl Drop for HeldObject {
     fn drop(&mut self) {
         match self {
-            Self::Heap(number) => held::let_go(*number),
+            Self::Heap(number) => heap_objects::let_go(*number),
             Self::Physical(handle) => vmm::let_go(*handle),
         }
     }
@@ -39,7 +39,7 @@ struct Object {
     is_mapped: bool,
 }
 
-/// The object that an address lies in. That of a small allocation is its block, which is larger.
+/// The object at an address. For a small allocation it is the whole block.
 fn object_at(regions: &Regions, address: u64) -> Option<Object> {
     let before = regions.range(..=address).next_back();
     let after = regions.range(address..).next();
@@ -62,8 +62,8 @@ fn object_at(regions: &Regions, address: u64) -> Option<Object> {
     })
 }
 
-/// Keeps what a range lies in: one allocation, or mappings of one GPU's memory side by side.
-fn keep(start: u64, end: u64) -> Result<Vec<Kept>, Code> {
+/// Holds the objects of a range: one allocation, or adjacent mappings of one GPU's memory.
+fn keep(start: u64, end: u64) -> Result<Vec<HeldObject>, Code> {
     let regions = regions();
     let first = object_at(&regions, start).ok_or(Code::INVALID_VALUE)?;
     if device(first.device)?.state.dma_buf == 0 {
@@ -73,8 +73,8 @@ fn keep(start: u64, end: u64) -> Result<Vec<Kept>, Code> {
         if end > first.end {
             return Err(Code::INVALID_VALUE);
         }
-        let number = held::hold(first.device, first.start, first.end - first.start);
-        return Ok(vec![Kept::Heap(number)]);
+        let number = heap_objects::hold(first.device, first.start, first.end - first.start);
+        return Ok(vec![HeldObject::Heap(number)]);
     }
     let mut kept = Vec::new();
     let mut at = start;
@@ -83,7 +83,7 @@ fn keep(start: u64, end: u64) -> Result<Vec<Kept>, Code> {
         if !object.is_mapped || object.device != first.device {
             return Err(Code::INVALID_VALUE);
         }
-        kept.push(Kept::Physical(vmm::hold(at)?));
+        kept.push(HeldObject::Physical(vmm::hold(at)?));
         at = object.end;
     }
     Ok(kept)

@@ -23,9 +23,9 @@ pub struct Driver {
     pub slot: usize,
     /// The GPUs that this process can see, by ordinal: their indices in the page.
     pub gpus: Vec<usize>,
-    /// The MIG device that takes the place of the only one of [`Self::gpus`].
+    /// The MIG device that replaces the only entry of [`Self::gpus`].
     pub partition: Option<ComputeInstanceView>,
-    /// The connection to an MPS control daemon, where one listens.
+    /// The connection to an MPS control daemon, if one listens.
     pub mps: Option<Client>,
     root: DriverRoot,
     // When it closes, the daemon knows that this process has ended.
@@ -44,7 +44,7 @@ pub fn driver() -> Result<&'static Driver, Code> {
     }
 }
 
-/// Whether the machine file has this habit of real drivers on.
+/// Whether the machine file switches this habit of real drivers on.
 pub fn has(habit: Habit) -> bool {
     driver().is_ok_and(|driver| driver.shared.header.has(habit))
 }
@@ -119,7 +119,7 @@ impl Driver {
                 instance: it.gpu_instance.id as usize,
                 compute: it.id as usize,
             };
-            // It fails where the instance was destroyed since.
+            // It fails if the instance was destroyed meanwhile.
             let entered = shared.enter_partition(attachment.slot(), place, it.serial);
             entered.map_err(|_| Code::NO_DEVICE)?;
         }
@@ -142,9 +142,9 @@ impl Driver {
         })
     }
 
-    /// Has the daemon free the memory of processes that have ended.
+    /// Makes the daemon free the memory of processes that have ended.
     pub fn reclaim(&self) {
-        // It fails only where no daemon runs; then the memory stays allocated.
+        // It fails only if no daemon runs; then the memory stays allocated.
         let _ = request(&self.root, Request::Reclaim);
     }
 }
@@ -158,7 +158,7 @@ struct Visible {
 }
 
 impl Visible {
-    /// What `CUDA_VISIBLE_DEVICES` calls it. The second name of a MIG device is that of drivers before 470.
+    /// Its names in `CUDA_VISIBLE_DEVICES`. Drivers before 470 use the second name of a MIG device.
     fn names(&self, shared: &Shared) -> Vec<String> {
         let gpu = uuid_text(&shared.gpus[self.gpu].uuid);
         match self.partition {
@@ -171,7 +171,7 @@ impl Visible {
     }
 }
 
-/// The devices whose nodes this process has: for a MIG device those of its GPU and of its two capabilities.
+/// The devices whose nodes this process can open: for a MIG device those of its GPU and of its two capabilities.
 fn visible(root: &DriverRoot, shared: &Shared) -> Vec<Visible> {
     let rights = Rights::of_this_process(root);
     let mut all = Vec::new();
@@ -244,8 +244,8 @@ fn choose(
 #[unsafe(no_mangle)]
 pub static SIM_CUDA_VERSION: AtomicI32 = AtomicI32::new(12_020);
 
-/// The driver's version, which `install-root` writes into the library that it installs. In `.data`, because the file has no
-/// place for what is zero.
+/// The driver's version, which `install-root` writes into the library that it installs. It is in `.data`, because a file
+/// has no bytes for `.bss`.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = ".data")]
 pub static SIM_DRIVER_VERSION: LibraryVersion = LibraryVersion::new();

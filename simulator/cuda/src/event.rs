@@ -18,11 +18,11 @@ const NO_TIMING: u32 = 2;
 #[derive(Debug)]
 pub struct Event {
     flags: u32,
-    /// The work that it comes after, if it was recorded.
+    /// The work that it follows, if it was recorded.
     recorded: Mutex<Option<Recorded>>,
     /// The last host function that it comes after.
     functions: AtomicU64,
-    /// Its place in a capture, if it was recorded in a stream that captures.
+    /// Its place in a capture, if it was recorded in a captured stream.
     mark: Mutex<Option<CaptureMark>>,
 }
 
@@ -49,7 +49,7 @@ impl Event {
         }
     }
 
-    /// Whether the program has it record times.
+    /// Whether it records times.
     pub fn has_timing(&self) -> bool {
         self.flags & NO_TIMING == 0
     }
@@ -58,12 +58,12 @@ impl Event {
         *self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The GPU and mark that it comes after.
+    /// The GPU and mark that it follows.
     pub fn due(&self) -> (usize, u64) {
         self.recorded().map_or((0, 0), |r| (r.gpu, r.mark))
     }
 
-    /// When it happened, in nanoseconds of the monotonic clock; `None` if it did not yet.
+    /// When it happened, in nanoseconds of the monotonic clock; `None` if it has not happened yet.
     pub fn time(&self) -> Result<Option<u64>, Code> {
         let mut recorded = self.recorded.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(recorded) = recorded.as_mut() else {
@@ -96,7 +96,7 @@ impl Event {
         driver::has_reached(gpu, mark) && host::is_done(self.functions())
     }
 
-    /// Makes `stream` join the capture that this event was recorded in; false if it was recorded in none.
+    /// Makes `stream` join the capture in which this event was recorded; false if it was recorded in none.
     pub fn join_capture(&self, stream: &Object<Stream>) -> bool {
         let mark = self.mark.lock().unwrap_or_else(PoisonError::into_inner);
         mark.as_ref().is_some_and(|mark| stream.join_capture(mark))

@@ -4,7 +4,7 @@ use tranche_simulator_machine::export::{get_or, put_or};
 
 use crate::code::Code;
 
-/// Exports CUDA functions: each body gives `Result<(), Code>`.
+/// Exports CUDA functions: each body evaluates to `Result<(), Code>`.
 ///
 /// A second name is the function's variant for per-thread default streams. It differs in one thing: the null stream in
 /// the argument that is named in brackets means the calling thread's stream. `[]` is for functions that wait in any case.
@@ -31,7 +31,7 @@ macro_rules! export {
 }
 pub(crate) use export;
 
-/// Writes `value` to the caller's place.
+/// Writes `value` to the caller's pointer.
 ///
 /// # Safety
 /// `to` is null or valid for a write.
@@ -40,7 +40,7 @@ pub unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Code> {
     unsafe { put_or(to, value, Code::INVALID_VALUE) }
 }
 
-/// Writes `value` where the caller passes a place for it.
+/// Writes `value` to the caller's pointer, if that is not null.
 ///
 /// # Safety
 /// `to` is null or valid for a write.
@@ -49,7 +49,7 @@ pub unsafe fn put_wanted<T>(to: *mut T, value: T) {
     let _ = unsafe { put(to, value) };
 }
 
-/// Reads what the caller passes by reference.
+/// Reads an argument that is passed by reference.
 ///
 /// # Safety
 /// `from` is null or valid for a read.

@@ -14,7 +14,7 @@ pub fn at(gpu: usize, mark: u64) {
     FIRST.get_or_init(|| (gpu, mark));
 }
 
-/// Fails from a fault on, of this process or of another client of its MPS daemon.
+/// Fails after a fault of this process, or of another client of its MPS daemon.
 pub fn check() -> Result<(), Code> {
     let driver = driver()?;
     let fault = || {

@@ -13,8 +13,8 @@ use crate::memory;
 use crate::space::MemoryKind;
 
 /// Memory of a graph. Its addresses are allocated from the node's creation until the last graph with the node, executable or
-/// not, is destroyed. A free node frees nothing, as the next launch needs the memory at the same address. The memory is in
-/// the graph pool. It is charged with the addresses, or at the first launch with [`Habit::GraphMemoryStays`].
+/// not, is destroyed. A free node frees nothing, because the next launch needs the memory at the same address. The memory is
+/// in the graph pool. It is charged when the addresses are allocated, or with [`Habit::GraphMemoryStays`] at the first launch.
 #[derive(Debug)]
 pub struct GraphMemory {
     pub address: u64,

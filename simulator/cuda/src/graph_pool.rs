@@ -17,7 +17,7 @@ pub struct GraphPool {
 }
 
 impl GraphPool {
-    /// Gives memory to the allocation `id`, if it has none. `charge` charges to the GPU what the pool lacks.
+    /// Gives memory to the allocation `id`, if it has none. `charge` charges what the pool lacks to the GPU.
     pub fn attach(
         &mut self,
         id: u64,
@@ -42,7 +42,7 @@ impl GraphPool {
         self.used -= self.attached.remove(&id).unwrap_or(0);
     }
 
-    /// Removes all memory that no graph uses from the pool; its bytes, which the caller returns to the GPU.
+    /// Removes all memory that no graph uses from the pool; returns its bytes, which the caller returns to the GPU.
     pub fn trim(&mut self) -> u64 {
         let unused = self.reserved - self.used;
         self.reserved = self.used;
@@ -60,7 +60,7 @@ impl GraphPool {
         })
     }
 
-    /// Sets a high-water mark back to what is now: 1 or 3.
+    /// Resets a high-water mark (attribute 1 or 3) to the present value.
     pub fn reset_high(&mut self, which: u32) {
         if which == 1 {
             self.used_high = self.used;

@@ -74,7 +74,7 @@ impl MixedBlock {
         }
     }
 
-    /// Takes `length` bytes of the first gap that has as many; their offset.
+    /// Takes `length` bytes from the first gap that is large enough; returns their offset.
     fn take(&mut self, length: u64) -> Option<u64> {
         let offset = take_first(&mut self.gaps, length)?;
         self.live += 1;
@@ -141,8 +141,8 @@ impl Heap {
         }
     }
 
-    /// Allocates `bytes`; the address. `charge` charges whole blocks to the GPU. `total` is the GPU's memory; the address
-    /// space is a multiple of it.
+    /// Allocates `bytes`; returns the address. `charge` charges whole blocks to the GPU. `total` is the GPU's memory; the
+    /// address space is a multiple of it.
     pub fn allocate(
         &mut self,
         bytes: u64,
@@ -192,13 +192,13 @@ impl Heap {
         length: u64,
         charge: impl FnOnce(u64) -> Result<(), Code>,
     ) -> Result<u64, Code> {
-        // Addresses are exhausted only by a pattern of frees that is made for it.
+        // Only a pattern of frees that is made for it exhausts the addresses.
         let address = take_first(&mut self.free, length).ok_or(Code::OUT_OF_MEMORY)?;
         charge(length).inspect_err(|_| insert_free(&mut self.free, address, length))?;
         Ok(address)
     }
 
-    /// Frees an address; the bytes of whole blocks that this frees.
+    /// Frees an address; returns the bytes of whole blocks that this frees.
     pub fn release(&mut self, address: u64, bytes: u64, touched: bool) -> u64 {
         match fit(self.blocks, bytes) {
             None => 0,
@@ -241,7 +241,7 @@ impl Heap {
         }
     }
 
-    /// Makes whole blocks free, which were `touched` if bytes of them were written; their length.
+    /// Frees whole blocks, which were `touched` if any byte of them was written; returns their length.
     fn free_blocks(&mut self, address: u64, length: u64, touched: bool) -> u64 {
         if touched {
             return_pages(address, length);
@@ -278,7 +278,7 @@ impl Heap {
     }
 }
 
-/// Takes `length` bytes from the start of the first stretch that has as many.
+/// Takes `length` bytes from the start of the first stretch that is long enough.
 fn take_first(stretches: &mut BTreeMap<u64, u64>, length: u64) -> Option<u64> {
     let (start, has) = stretches.iter().find(|(_, has)| **has >= length)?;
     let (start, has) = (*start, *has);
@@ -309,7 +309,7 @@ fn size(class: usize) -> u64 {
     ALIGNMENT << class
 }
 
-/// Maps `length` bytes that take host memory only where they are written. A forked child does not inherit them, and core
+/// Maps `length` bytes, which take host memory only when they are written. A forked child does not inherit them, and core
 /// dumps do not contain them.
 pub fn map_private(length: u64) -> Result<u64, Code> {
     let length = usize::try_from(length).map_err(|_| Code::OUT_OF_MEMORY)?;
@@ -336,7 +336,7 @@ pub fn map_private(length: u64) -> Result<u64, Code> {
 
 /// Returns whole pages to the host. They read as zeros afterwards.
 pub fn return_pages(address: u64, length: u64) {
-    // SAFETY: the pages are in a mapping of `map_private`, and the program needs no byte of them.
+    // SAFETY: the pages are in a mapping of `map_private`, and the program no longer needs their content.
     let _ = unsafe {
         rustix::mm::madvise(
             address as *mut _,
@@ -377,7 +377,7 @@ mod tests {
         let whole = allocate(&mut heap, BLOCK + 1, &mut charged);
         assert_eq!((other % BLOCK, whole % BLOCK), (0, 0));
         assert_eq!(charged, 4 * BLOCK);
-        // The next allocation gets the first one's gap. The block stays allocated as long as the small one.
+        // The next allocation gets the first one's gap. The block stays allocated until the small one is freed.
         assert_eq!(heap.release(large, 3 * BLOCK / 4, true), 0);
         assert_eq!(heap.allocate(BLOCK / 2, TOTAL, |_| panic!()), Ok(large));
         assert_eq!(heap.release(large, BLOCK / 2, true), 0);
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn small_allocations_share_a_block_and_large_ones_have_their_own() {
+    fn small_allocations_share_blocks_and_large_ones_do_not() {
         let mut heap = Heap::new(Blocks::BySize);
         let mut charged = 0;
         let first = allocate(&mut heap, 1, &mut charged);

@@ -1,5 +1,5 @@
 //! Work of the host in the order of a GPU's work: host functions, callbacks, and copies queued behind them. One thread does
-//! it, in the order of the times at which it was expected to be due.
+//! it, in the order of the expected times.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -16,7 +16,7 @@ pub type HostFunction = unsafe extern "C" fn(*mut c_void);
 pub type Work = Box<dyn FnOnce() + Send>;
 
 struct Job {
-    /// When it was expected to be due, and its number.
+    /// When it is expected to be due, and its number.
     order: (u64, u64),
     /// The work that it comes after: a mark of a GPU.
     after: (usize, u64),
@@ -57,7 +57,7 @@ fn queue() -> MutexGuard<'static, Option<Queue>> {
     QUEUE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Queues `work` for after a GPU has reached a mark; the job's number.
+/// Queues `work` to be done after a GPU has reached a mark; returns the job's number.
 pub fn enqueue(after: (usize, u64), work: Work) -> u64 {
     let expected = driver().map_or(0, |driver| {
         let at = now();
@@ -106,7 +106,7 @@ fn worker() {
     }
 }
 
-/// Whether job `number` is done. 0 is no job.
+/// Whether job `number` is done. 0 means no job.
 pub fn is_done(number: u64) -> bool {
     number == 0
         || !queue()

@@ -5,18 +5,18 @@
 //!      (api)           (cuInit)                       └─► stream + timeline (time)
 //! ```
 //!
-//! Memory is real: a device pointer is the address of a private mapping that takes host memory only where it is written,
+//! Memory is real: a device pointer is the address of a private mapping, which takes host memory only when it is written,
 //! and every copy moves bytes. Time is virtual: a kernel computes nothing but takes time of its GPU in the order of its
 //! stream, and a thread that waits for it sleeps. A kernel's time is in its name (`sim_busy_250us`) or in the machine
 //! file; see [`module`].
 //!
-//! The files, from the bottom up. Each uses only those that stand before it (`shim/tests/suite/layers.rs`):
+//! The files, from the bottom up. Each uses only those listed before it (`shim/tests/suite/layers.rs`):
 //!
 //! 1. CUDA's terms: `code` (error codes), `object` (handles), `abi` (structs of cuda.h that several families use), `export`
 //!    (how functions are exported);
 //! 2. the process and its GPUs: `mps` (as a client of an MPS daemon), `driver` (the page, and what this process sees of it),
 //!    `fault` (kernels that fault), `host` (work that the host does in a GPU's order), `heap` (addresses, and blocks of GPU
-//!    memory), `graph_pool`, `device`, `held` (memory that `dma-buf`s keep);
+//!    memory), `graph_pool`, `device`, `heap_objects` (memory that `dma-buf`s keep);
 //! 3. memory: `context`, `pool`, `space` (all known addresses), `memory` (allocation of all kinds), `managed`, `vmm`,
 //!    `dma_buf`, `multicast`, `array`, `graph_memory`;
 //! 4. work: `image` (which kernels an image has), `module` (modules and kernels), `launch`, `copy`, `fill`, `graph`,
@@ -48,7 +48,7 @@ mod graph;
 mod graph_memory;
 mod graph_pool;
 mod heap;
-mod held;
+mod heap_objects;
 mod host;
 mod image;
 mod launch;

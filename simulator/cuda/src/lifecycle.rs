@@ -14,7 +14,7 @@ use crate::stream;
 /// The primary context of a GPU.
 #[derive(Debug, Default)]
 pub struct Primary {
-    /// Where it is active.
+    /// The context, if it is active.
     pub context: Option<&'static Object<Context>>,
     users: u32,
     pub flags: u32,
@@ -58,7 +58,7 @@ pub fn primary(of: &Device) -> Result<MutexGuard<'static, Primary>, Code> {
     Ok(primary.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// The primary context of a GPU for one more user; activates it for the first.
+/// Retains the primary context of a GPU; activates it for the first user.
 pub fn retain_primary(of: &'static Device) -> Result<&'static Object<Context>, Code> {
     let mut primary = primary(of)?;
     let context = match primary.context {
@@ -82,7 +82,7 @@ pub fn release_primary(of: &Device) -> Result<(), Code> {
     Ok(())
 }
 
-/// Ends a GPU's primary context, whoever uses it.
+/// Ends a GPU's primary context, even if it is in use.
 pub fn reset_primary(of: &Device) -> Result<(), Code> {
     let mut primary = primary(of)?;
     primary.users = 0;

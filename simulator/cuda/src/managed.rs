@@ -25,7 +25,7 @@ fn occupy(device: &'static Device, address: u64) {
         };
         let bytes = resident_bytes(region.bytes);
         if region.resident {
-            // Others may have moved it to the host meanwhile.
+            // Another process may have moved it to the host meanwhile.
             (None, bytes.min(evicted(device, &regions)))
         } else {
             (Some(region.id), bytes)

@@ -9,7 +9,7 @@ use crate::context::Context;
 use crate::device::{Device, device};
 use crate::driver::has;
 use crate::heap::{BLOCK, Heap, map_private, return_pages};
-use crate::held;
+use crate::heap_objects;
 use crate::object::Object;
 use crate::pool::{self, Pool};
 use crate::space::{MemoryKind, Region, Regions, regions};
@@ -38,8 +38,8 @@ pub fn place(ordinal: i32, kind: MemoryKind, context: u64, bytes: u64) -> Result
     Ok(address)
 }
 
-/// Calls `take` again as long as it finds no memory and some can be made free: what pools keep, and managed memory, which
-/// can move to the host.
+/// Calls `take` again while it finds no memory and some can be freed: memory that pools keep, and managed memory, which can
+/// move to the host.
 pub fn with_room<T>(
     device: &'static Device,
     take: impl Fn() -> Result<T, Code>,
@@ -78,7 +78,7 @@ fn pools_after_frees(device: &Device) -> Vec<&'static Object<Pool>> {
     pools
 }
 
-/// Returns to a GPU all that its pools keep; false if they keep nothing.
+/// Returns all that its pools keep to a GPU; false if they keep nothing.
 fn trim_pools(device: &Device) -> bool {
     let trimmed = pools_after_frees(device)
         .into_iter()
@@ -86,7 +86,7 @@ fn trim_pools(device: &Device) -> bool {
     trimmed.sum::<u64>() > 0
 }
 
-/// Returns to a GPU what its pools keep above their release thresholds. Called after the program has waited for work of that
+/// Returns what its pools keep above their release thresholds to a GPU. Called after the program has waited for work of that
 /// GPU.
 pub fn trim_pools_after_wait(device: &Device) {
     if !has(Habit::FreesWait) {
@@ -152,7 +152,7 @@ pub fn remove(regions: &mut Regions, address: u64) -> Result<(), Code> {
             let freed = heap_of(device, region.kind).release(address, region.bytes, region.touched);
             match region.kind {
                 MemoryKind::Pooled(pool) => pool.record_free(device, region.bytes, freed),
-                _ if freed > 0 => held::free(device, address & !(BLOCK - 1), freed),
+                _ if freed > 0 => heap_objects::free(device, address & !(BLOCK - 1), freed),
                 _ => {}
             }
         }
@@ -218,7 +218,7 @@ fn evict_one(device: &Device) -> bool {
 
 fn unmap(address: u64, bytes: u64) {
     let length = usize::try_from(bytes.next_multiple_of(PAGE)).unwrap_or(0);
-    // SAFETY: `address` and the length are those of `map_host`. The region is no longer in the table, so nobody else
+    // SAFETY: `address` and the length are those of `map_host`. The region is no longer in the table, so nothing else
     // unmaps it.
     let _ = unsafe { rustix::mm::munmap(address as *mut _, length) };
 }
@@ -235,7 +235,7 @@ pub fn map_host(bytes: u64) -> Result<u64, Code> {
     )
 }
 
-/// Writes zeros. Whole pages are returned to the host, which makes them zero at less cost.
+/// Writes zeros. Whole pages are returned to the host, which zeroes them at less cost.
 pub fn zero(address: u64, bytes: u64) {
     let start = address.next_multiple_of(PAGE);
     let end = (address + bytes) & !(PAGE - 1);

@@ -1,7 +1,7 @@
 //! Modules, libraries and kernels.
 //!
 //! **Time.** A kernel whose name contains `sim_busy_<n>ns`, `…us` or `…ms` takes that time (`sim_busy_0us` takes no time
-//! and no place in the queue). Other kernels take the time of the machine file (`kernel_micros`). Where the name also
+//! and no place in the queue). Other kernels take the time of the machine file (`kernel_micros`). If the name also
 //! contains `_per_block`, each block of the grid takes that time, one after another.
 //!
 //! **Local memory.** A kernel whose name contains `sim_local_<n>` has `n` bytes of it per thread.
@@ -27,7 +27,7 @@ use crate::driver::{driver, has};
 use crate::export::{get, put, put_wanted};
 use crate::image::{self, Image, Names};
 use crate::memory;
-use crate::object::{Handle, Kept, Kind, Object};
+use crate::object::{Handle, Kind, Object, StoredHandle};
 
 /// A loaded image: CUDA's module or library.
 #[derive(Debug)]
@@ -56,12 +56,12 @@ impl Kind for Module {
 #[derive(Debug)]
 pub struct Function {
     pub name: CString,
-    pub module: Kept,
+    pub module: StoredHandle,
     /// Whether it uses all managed memory of its context.
     pub touches_managed: bool,
     /// Whether it accesses memory that is not allocated.
     pub faults: bool,
-    /// Nanoseconds of the kernel; `None` where the machine file's apply.
+    /// Nanoseconds of the kernel; `None` for the machine file's value.
     nanos: Option<u64>,
     /// Whether each block takes that time.
     per_block: bool,
@@ -76,7 +76,7 @@ impl Kind for Function {
 }
 
 impl Function {
-    /// Loads its module in `context`, if it is not loaded there.
+    /// Loads its module into `context`, if it is not loaded there.
     pub fn load(&self, context: &'static Object<Context>) -> Result<(), Code> {
         if !has(Habit::LazyLoading) {
             return Ok(());
@@ -124,12 +124,12 @@ fn local_of_name(name: &str) -> u64 {
     digits.parse().unwrap_or(0)
 }
 
-/// Whether the program has chosen that modules are loaded at once.
+/// Whether the program has chosen eager loading of modules.
 pub fn is_eager() -> bool {
     std::env::var("CUDA_MODULE_LOADING").is_ok_and(|mode| mode == "EAGER")
 }
 
-/// Makes a module of an image.
+/// Makes a module from an image.
 ///
 /// # Safety
 /// As [`image::read`].
@@ -165,7 +165,7 @@ pub fn load_if_eager(
     Ok(module.handle())
 }
 
-/// Makes a module of the image in a file.
+/// Makes a module from the image in a file.
 ///
 /// # Safety
 /// `path` is null or a C string.
@@ -179,7 +179,7 @@ pub unsafe fn create_from_file(path: *const c_char) -> Result<&'static Object<Mo
     let mut image = std::fs::read(std::ffi::OsStr::from_bytes(path.to_bytes()))
         .map_err(|_| Code::FILE_NOT_FOUND)?;
     image.extend([0; 8]);
-    // SAFETY: the whole file, with zeros behind it.
+    // SAFETY: the whole file, followed by zeros.
     unsafe { create(image.as_ptr().cast()) }
 }
 
@@ -213,7 +213,7 @@ impl Object<Module> {
         Ok(functions.entry(text.to_owned()).or_insert_with(|| {
             Object::create(Function {
                 name: name.to_owned(),
-                module: Kept(self.handle()),
+                module: StoredHandle(self.handle()),
                 nanos: nanos_of_name(text),
                 touches_managed: text.contains("sim_touch_managed"),
                 faults: text.contains("sim_illegal_address"),

@@ -1,9 +1,9 @@
 //! This process as a client of an MPS control daemon.
 //!
 //! By NVIDIA's MPS documentation: the driver connects to the socket `control` in `CUDA_MPS_PIPE_DIRECTORY`, by default
-//! `/tmp/nvidia-mps`. If nobody listens there, the program runs without MPS. The daemon is NVIDIA's own, which greets who connects. Its
-//! server is libcuda's private code, so there is none here: what a server enforces, this process enforces on itself, for as long as the
-//! daemon lives, which holds a lock on `control_lock` in that folder.
+//! `/tmp/nvidia-mps`. If no daemon listens there, the program runs without MPS. The daemon is NVIDIA's own, which greets new
+//! connections. Its server is private code of libcuda and does not exist here. This process enforces the server's limits on itself
+//! while the daemon lives, which holds a lock on `control_lock` in that folder.
 //!
 //! | variable | effect |
 //! |---|---|
@@ -28,7 +28,7 @@ const DEFAULT_FOLDER: &str = "/tmp/nvidia-mps";
 /// The connection to a daemon.
 #[derive(Debug)]
 pub struct Client {
-    /// The daemon's: the device and inode of its lock, never 0.
+    /// The identity of the daemon: the device and inode of its lock, never 0.
     pub daemon: u64,
     lock: File,
     memory: Vec<(usize, u64)>,
@@ -61,7 +61,7 @@ impl Client {
         }))
     }
 
-    /// Fails from the daemon's end on.
+    /// Fails after the daemon has ended.
     pub fn check(&self) -> Result<(), Code> {
         if !self.is_lost.load(Ordering::Relaxed) && is_locked(&self.lock) {
             return Ok(());
@@ -105,7 +105,7 @@ fn is_greeted(socket: &Path) -> bool {
     if raw < 0 {
         return false;
     }
-    // SAFETY: a new descriptor, owned by nobody else.
+    // SAFETY: a new descriptor without another owner.
     let connection = unsafe { OwnedFd::from_raw_fd(raw) };
     #[expect(
         clippy::cast_possible_truncation,
@@ -146,7 +146,7 @@ fn is_locked(file: &File) -> bool {
     }
 }
 
-/// Bytes by ordinal. What cannot be read limits nothing.
+/// Bytes by ordinal. An entry that cannot be parsed sets no limit.
 fn limits(text: &str) -> Vec<(usize, u64)> {
     let one = |entry: &str| {
         let (device, amount) = entry.split_once('=')?;

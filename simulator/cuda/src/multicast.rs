@@ -1,4 +1,4 @@
-//! Multicast objects. What is written to one is not passed on to the memory that is bound to it.
+//! Multicast objects. A write to one does not reach the memory that is bound to it.
 
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
@@ -18,7 +18,7 @@ pub struct Properties {
 }
 
 impl Properties {
-    /// Of what its size and all offsets in it are multiples.
+    /// Its size and all offsets in it are multiples of this.
     pub fn granularity(&self) -> Result<u64, Code> {
         if self.devices == 0 || self.bytes == 0 || self.flags != 0 {
             return Err(Code::INVALID_VALUE);
@@ -75,13 +75,13 @@ pub fn add_device(object: u64, ordinal: i32) -> Result<(), Code> {
     Ok(())
 }
 
-/// What is bound to a multicast object: `bytes` of an allocation, from `from` on.
+/// Memory to be bound to a multicast object: `bytes` of an allocation, from `from` on.
 pub struct Binding {
     pub offset: u64,
     pub memory: u64,
     pub from: u64,
     pub bytes: u64,
-    /// The device, where the program names it; it must be that of the memory.
+    /// The device, if the program names it; it must be that of the memory.
     pub device: Option<i32>,
 }
 

@@ -1,7 +1,7 @@
 //! Handles: the objects (contexts, streams, events and others) behind CUDA's opaque pointers.
 //!
-//! A handle is the object's address, so that its use costs nothing. A destroyed object stays in quarantine for a while. In
-//! that time the use of its handle is an error, not a crash.
+//! A handle is the object's address, so that its use costs nothing. A destroyed object stays in quarantine for a while;
+//! meanwhile the use of its handle is an error, not a crash.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -15,13 +15,13 @@ use crate::code::Code;
 /// An opaque pointer of CUDA.
 pub type Handle = *mut c_void;
 
-/// A handle that is kept, to be returned to the program.
+/// A handle that is stored and may be used by any thread.
 #[derive(Debug, Clone, Copy)]
-pub struct Kept(pub Handle);
+pub struct StoredHandle(pub Handle);
 // SAFETY: a number. Only `Object::find` dereferences it.
-unsafe impl Send for Kept {}
+unsafe impl Send for StoredHandle {}
 // SAFETY: as above.
-unsafe impl Sync for Kept {}
+unsafe impl Sync for StoredHandle {}
 
 /// A pointer that the program gets back on another thread.
 #[derive(Debug, Clone, Copy)]
@@ -133,7 +133,7 @@ impl<T: Kind> Object<T> {
     /// # Safety
     /// Called once.
     pub unsafe fn quarantine(&'static self) {
-        // SAFETY: `create` leaked it from a Box, which nobody else takes.
+        // SAFETY: `create` leaked it from a Box, which nothing else takes.
         let object = unsafe { Box::from_raw(std::ptr::from_ref(self).cast_mut()) };
         let mut retired = RETIRED.lock().unwrap_or_else(PoisonError::into_inner);
         retired.push_back(object);

@@ -38,7 +38,7 @@ pub fn allocate(pool: &'static Object<Pool>, bytes: usize, stream: &Stream) -> R
     Ok(address)
 }
 
-/// Makes `stream` wait for the oldest pending free of a pool, and frees that; false if there is none.
+/// Makes `stream` wait for the oldest pending free of a pool, and does it; false if there is none.
 fn depend_on_oldest(pool: &Pool, stream: &Stream) -> bool {
     let Some(oldest) = pool.take_oldest_free() else {
         return false;
@@ -52,7 +52,7 @@ fn depend_on_oldest(pool: &Pool, stream: &Stream) -> bool {
     true
 }
 
-/// Frees `address` when `stream` gets there.
+/// Frees `address` when `stream` reaches the free.
 pub fn free(address: u64, stream: &'static Stream) -> Result<(), Code> {
     let mut regions = regions();
     let region = regions.get_mut(&address).ok_or(Code::INVALID_VALUE)?;

@@ -1,8 +1,8 @@
 //! Memory pools.
 //!
 //! A pool keeps freed blocks up to its release threshold, which is 0 unless the program sets it. Blocks above the
-//! threshold return to the GPU at once. With [`Habit::FreesWait`] they return at the next synchronisation, and memory
-//! that a stream frees is in use until the stream gets there.
+//! threshold return to the GPU at once. With [`Habit::FreesWait`] they return at the next synchronization, and memory
+//! that a stream frees is in use until the stream reaches the free.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -20,7 +20,7 @@ use crate::object::{Kind, Object};
 #[derive(Debug)]
 pub struct Pool {
     pub device: i32,
-    /// Addresses of its own, so that it shares no block with others.
+    /// Its own addresses, so that it shares no block with others.
     heap: Mutex<Heap>,
     usage: Mutex<Usage>,
     /// Frees whose streams have not reached them yet.
@@ -47,10 +47,10 @@ pub struct Usage {
 }
 
 impl Usage {
-    /// Returns what is kept above `limit` reserved bytes, in whole blocks; how many bytes that is.
+    /// Returns to the GPU what is kept above `limit` reserved bytes, in whole blocks; returns the number of bytes.
     pub fn trim(&mut self, device: &Device, limit: u64) -> u64 {
-        let excess = self.reserved.saturating_sub(limit).min(self.kept);
-        let excess = excess - excess % BLOCK;
+        let unused = self.reserved.saturating_sub(limit).min(self.kept);
+        let excess = unused - unused % BLOCK;
         if excess > 0 {
             self.kept -= excess;
             self.reserved -= excess;
@@ -60,7 +60,7 @@ impl Usage {
     }
 }
 
-/// An allocation that is free when a stream gets there.
+/// A pending free, which is due when its stream reaches it.
 #[derive(Debug, Clone, Copy)]
 pub struct PendingFree {
     pub address: u64,
@@ -113,7 +113,7 @@ impl Pool {
         self.usage.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes `bytes` of blocks: those that it keeps, then more of the GPU.
+    /// Takes `bytes` in blocks: first those that the pool keeps, then more from the GPU.
     pub fn charge(&self, device: &Device, bytes: u64) -> Result<(), Code> {
         let mut usage = self.usage();
         let again = bytes.min(usage.kept);
@@ -142,17 +142,17 @@ impl Pool {
         (!pending.is_empty()).then(|| pending.remove(0))
     }
 
-    /// Adds a free that is due when its stream gets there.
+    /// Adds a free that is due when its stream reaches it.
     pub fn add_pending_free(&self, free: PendingFree) {
         self.pending().push(free);
     }
 
-    /// Returns what the pool keeps above `limit` reserved bytes; how many bytes that is.
+    /// Returns to the GPU what the pool keeps above `limit` reserved bytes; returns the number of bytes.
     pub fn trim(&self, device: &Device, limit: u64) -> u64 {
         self.usage().trim(device, limit)
     }
 
-    /// Returns what the pool keeps above its release threshold.
+    /// Returns to the GPU what the pool keeps above its release threshold.
     pub fn trim_to_threshold(&self, device: &Device) {
         let mut usage = self.usage();
         let threshold = usage.threshold;
@@ -209,7 +209,7 @@ impl Object<Pool> {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|pool| !std::ptr::eq(*pool, self));
-        // SAFETY: nobody allocates from it any more, so only one call frees the last allocation.
+        // SAFETY: nothing allocates from it any more, so only one call frees the last allocation.
         unsafe { self.quarantine() };
     }
 }
@@ -221,7 +221,7 @@ pub fn pools_of(device: &Device) -> Vec<&'static Object<Pool>> {
     of_device.copied().collect()
 }
 
-/// The two pools of a GPU that have a role.
+/// The default pool and the current pool of a GPU.
 #[derive(Debug)]
 pub struct DevicePools {
     /// The pool that the driver made.

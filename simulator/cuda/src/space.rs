@@ -39,9 +39,9 @@ pub struct Region {
     pub context: u64,
     /// A number that no other region has.
     pub id: u64,
-    /// Whether bytes were written: then host memory must be returned.
+    /// Whether bytes were written. If so, host memory must be returned.
     pub touched: bool,
-    /// Whether `cuMemFreeAsync` has freed it in a stream that has not got there yet.
+    /// Whether `cuMemFreeAsync` has freed it in a stream that has not reached the free yet.
     pub freed: bool,
     /// Whether it is managed memory on the GPU.
     pub resident: bool,
@@ -107,7 +107,7 @@ pub fn check(address: u64, bytes: u64, write: bool) -> Result<(), Code> {
     Ok(())
 }
 
-/// As [`check`], for a pointer that may also be host memory that CUDA does not know.
+/// As [`check`], for a pointer that may also be host memory unknown to CUDA.
 pub fn check_unified(address: u64, bytes: u64, write: bool) -> Result<(), Code> {
     let known = containing(&mut regions(), address).is_some();
     if known {

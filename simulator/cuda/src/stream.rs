@@ -13,7 +13,7 @@ use crate::context::{Context, current};
 use crate::driver::{self, driver};
 use crate::graph::Graph;
 use crate::host::{self, HostFunction};
-use crate::object::{Handle, Kept, Kind, Object, PER_THREAD, Token};
+use crate::object::{Handle, Kind, Object, PER_THREAD, StoredHandle, Token};
 
 /// `CU_STREAM_LEGACY`
 const LEGACY: usize = 1;
@@ -117,8 +117,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Makes later work wait for a mark of any GPU. For a mark of another GPU the thread that launches next waits: how
-    /// far the two GPUs are apart is not known before.
+    /// Makes later work wait for a mark of any GPU. For a mark of another GPU, the thread that launches next waits,
+    /// because the times of two GPUs cannot be compared before.
     pub fn wait_for(&self, gpu: usize, mark: u64) {
         if gpu == self.context.device.gpu {
             self.record_queued(mark);
@@ -151,8 +151,8 @@ impl Stream {
         self.capturing.store(false, Ordering::Release);
     }
 
-    /// Does `work` in the stream's order. That is now, unless host functions are queued: nothing else in a queue changes
-    /// bytes.
+    /// Does `work` in the stream's order. That is now, unless host functions are queued, because nothing else in a queue
+    /// changes bytes.
     pub fn in_order(&self, work: impl FnOnce() + Send + 'static) {
         if host::is_done(self.functions.load(Ordering::Acquire)) {
             work();
@@ -161,13 +161,13 @@ impl Stream {
         }
     }
 
-    /// Has the host do `work` when the stream gets there.
+    /// Lets the host do `work` when the stream reaches it.
     pub fn enqueue(&self, work: host::Work) {
         let number = host::enqueue((self.context.device.gpu, self.earliest()), work);
         self.functions.store(number, Ordering::Release);
     }
 
-    /// Has the host call `function` when the stream gets there.
+    /// Lets the host call `function` when the stream reaches it.
     pub fn enqueue_function(&self, function: HostFunction, data: Token) {
         self.enqueue(Box::new(move || {
             let data = data;
@@ -275,7 +275,7 @@ fn thread_stream() -> Result<&'static Object<Stream>, Code> {
 pub fn create_null(context: &'static Object<Context>) {
     context
         .null_stream
-        .get_or_init(|| Kept(Object::create(Stream::new(context, true, 0, 0)).handle()));
+        .get_or_init(|| StoredHandle(Object::create(Stream::new(context, true, 0, 0)).handle()));
 }
 
 /// The null stream of a context.

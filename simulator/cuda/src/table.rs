@@ -1,8 +1,8 @@
-//! The exported functions that each name of `cuGetProcAddress` stands for, by CUDA version; `build.rs` makes the list.
+//! The exported functions for each name of `cuGetProcAddress`, by CUDA version; `build.rs` makes the list.
 
 use std::ffi::c_void;
 
-/// A function, and the CUDA version from which a name stands for it (1000 × major + 10 × minor).
+/// A function, and the CUDA version from which its name means it (1000 × major + 10 × minor).
 #[derive(Debug, Clone, Copy)]
 pub struct Version {
     pub since: i32,
@@ -23,7 +23,7 @@ pub struct Entry {
     pub name: &'static str,
     /// For the legacy default stream.
     pub legacy: &'static [Version],
-    /// For the per-thread default stream; empty where it makes no difference.
+    /// For the per-thread default stream; empty if there is no difference.
     pub per_thread: &'static [Version],
 }
 

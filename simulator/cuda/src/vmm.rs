@@ -2,11 +2,11 @@
 //!
 //! A physical allocation is an anonymous file, so that all its mappings, those of other processes too, have the same
 //! bytes. It is charged to the GPU until its handles are released, its last mapping is removed, every descriptor that was
-//! exported is closed, and every process that imported it has released it: each of these has the file open once more, with
-//! a shared lock (`flock`), which the kernel drops with the last of its descriptors in any process.
+//! exported is closed, and every process that imported it has released it: each of these opens the file again with a shared
+//! lock (`flock`), which the kernel drops when the last descriptor of that is closed in any process.
 //!
-//! A multicast object has handles and mappings as a physical allocation, and keeps what is bound to it until it is unbound or
-//! the object has neither.
+//! A multicast object has handles and mappings like a physical allocation. It keeps the memory that is bound to it until that
+//! is unbound, or until the object has no handle and no mapping.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -66,13 +66,13 @@ pub struct Physical {
     pub is_exported: bool,
     /// Whether it is charged to this process. An imported one is charged to its exporter.
     pub is_charged: bool,
-    /// Of a multicast object, its devices.
+    /// The devices of a multicast object.
     pub team: Option<Team>,
 }
 
 /// The devices of a multicast object.
 pub struct Team {
-    /// How many it is to have.
+    /// How many devices it shall have.
     pub size: usize,
     pub devices: Vec<i32>,
     pub bound: Vec<Bound>,
@@ -109,10 +109,10 @@ pub fn vmm() -> MutexGuard<'static, Vmm> {
     VMM.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Told when a multicast object has got a device.
+/// Notified when a device was added to a multicast object.
 pub static ADDED: Condvar = Condvar::new();
 
-/// Waits until a multicast object has all of its devices, as every use of it does.
+/// Waits until a multicast object has all of its devices, as every use of it must.
 pub fn wait_for_team(object: u64) -> Result<MutexGuard<'static, Vmm>, Code> {
     let mut vmm = vmm();
     loop {
@@ -124,14 +124,14 @@ pub fn wait_for_team(object: u64) -> Result<MutexGuard<'static, Vmm>, Code> {
     }
 }
 
-/// Opens an allocation's file once more.
+/// Opens an allocation's file again.
 fn open_again(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
         .map_err(|_| Code::OUT_OF_MEMORY)
 }
 
-/// Opens an allocation's file once more, with a lock that keeps the allocation as long as that descriptor is open.
+/// Opens an allocation's file again, with a lock that keeps the allocation while that descriptor is open.
 fn keep(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
     let again = open_again(file)?;
     flock(&again, FlockOperation::LockShared).map_err(|_| Code::OUT_OF_MEMORY)?;
@@ -140,7 +140,7 @@ fn keep(file: BorrowedFd<'_>) -> Result<OwnedFd, Code> {
 
 pub fn next_handle() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
-    // 0 is no handle; small numbers would hide programs' mistakes.
+    // 0 is not a handle; small numbers would hide programs' mistakes.
     NEXT.fetch_add(1, Ordering::Relaxed) << 12
 }
 
@@ -203,7 +203,7 @@ impl Vmm {
         self.get(object)?.team.as_mut().ok_or(Code::INVALID_VALUE)
     }
 
-    /// Ends what kept an allocation beside its handles and mappings.
+    /// Ends a hold of an allocation by a `dma-buf` or a multicast object.
     pub fn let_go(&mut self, handle: u64) {
         if let Ok(physical) = self.get(handle) {
             physical.kept -= 1;
@@ -248,7 +248,7 @@ impl Vmm {
         }
     }
 
-    /// The reservation that a stretch lies in.
+    /// The reservation that contains a range.
     fn reservation(&self, address: u64, bytes: u64) -> Option<u64> {
         let (start, length) = self.reserved.range(..=address).next_back()?;
         (address.checked_add(bytes)? <= start + length).then_some(*start)
@@ -294,7 +294,7 @@ pub fn reserve(bytes: usize, alignment: usize) -> Result<u64, Code> {
         (aligned + bytes, start + room - aligned - bytes),
     ] {
         if length > 0 {
-            // SAFETY: the two ends of the new mapping, which nobody else knows.
+            // SAFETY: the two ends of the new mapping, which nothing else uses.
             let _ =
                 unsafe { rustix::mm::munmap(from as *mut _, usize::try_from(length).unwrap_or(0)) };
         }
@@ -423,7 +423,7 @@ pub fn release(handle: u64) -> Result<(), Code> {
     Ok(())
 }
 
-/// Another handle of the physical allocation that is mapped at `address`.
+/// Adds a handle of the physical allocation that is mapped at `address`.
 pub fn retain(address: u64) -> Result<u64, Code> {
     let mut vmm = vmm();
     let handle = vmm.mapping(address)?.handle;
@@ -439,7 +439,7 @@ pub fn hold(address: u64) -> Result<u64, Code> {
     Ok(handle)
 }
 
-/// A `dma-buf` that held a physical allocation is gone.
+/// Ends the hold of a physical allocation by a `dma-buf`.
 pub fn let_go(handle: u64) {
     vmm().let_go(handle);
 }
@@ -522,7 +522,7 @@ pub fn import_file(file: BorrowedFd<'_>) -> Result<u64, Code> {
     Ok(handle)
 }
 
-/// The allocation that is mapped at `address`, and how far into it that is.
+/// The allocation that is mapped at `address`, and the offset of the address in it.
 pub fn mapped_at(address: u64) -> Result<(u64, u64), Code> {
     let vmm = vmm();
     let handle = vmm.mapping(address)?.handle;

@@ -5,7 +5,7 @@ use crate::fault;
 use crate::graph::Node;
 use crate::stream::Stream;
 
-/// Adds a node to the stream's capture, or queues its work where the stream does not capture.
+/// Adds a node to the stream's capture, or queues its work if the stream does not capture.
 pub fn submit(node: &Node, stream: &Stream) -> Result<(), Code> {
     match stream.with_capture(|capture| capture.add(node.clone())) {
         Some(_) => Ok(()),
@@ -25,7 +25,7 @@ fn run(node: &Node, stream: &Stream) -> Result<(), Code> {
                 fault::at(stream.context.device.gpu, stream.earliest());
             }
         }
-        // SAFETY: CUDA's contract: what a copy names is valid until the stream gets there.
+        // SAFETY: CUDA's contract: a copy's memory is valid until the stream has done it.
         Node::Copy(copy) => stream.in_order(move || unsafe { copy.run() }),
         // SAFETY: as above.
         Node::Box(copy) => stream.in_order(move || unsafe { copy.run() }),

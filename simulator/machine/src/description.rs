@@ -55,7 +55,7 @@ pub struct Description {
     /// The CUDA version the driver supports: 1000 × major + 10 × minor.
     pub cuda_version: u32,
     /// The minor numbers of the GPUs, for a kernel that has probed them in another order than that of their PCI
-    /// addresses; 0, 1, … by default. A GPU keeps its UUID and its address.
+    /// addresses; 0, 1, … by default. They do not change a GPU's UUID and address.
     #[serde(default)]
     pub minors: Vec<u32>,
     /// The GPUs, in the order in which NVML counts them.
@@ -72,8 +72,8 @@ pub struct Description {
 #[serde(deny_unknown_fields, default)]
 #[expect(clippy::struct_excessive_bools, reason = "independent switches")]
 pub struct Habits {
-    /// `cuMemFree` waits for all work of its context. Memory that `cuMemFreeAsync` frees is in use until its stream gets
-    /// there, and a pool returns memory to the GPU at the next synchronisation.
+    /// `cuMemFree` waits for all work of its context. Memory that `cuMemFreeAsync` frees is in use until its stream reaches
+    /// the free, and a pool returns memory to the GPU at the next synchronization.
     pub frees_wait: bool,
     /// A module's code and variables take memory when the first of them is used in a context
     /// (`CUDA_MODULE_LOADING=LAZY`, the default), or when it is loaded (`EAGER`).
@@ -85,7 +85,7 @@ pub struct Habits {
     pub managed_memory_occupies: bool,
     /// Allocations smaller than a block of 2 MiB share blocks, whatever their sizes.
     pub mixed_blocks: bool,
-    /// Time that a launch takes of the calling thread, in nanoseconds; at most a second.
+    /// Time that a launch keeps the calling thread busy, in nanoseconds; at most a second.
     pub launch_nanos: u32,
     /// Time for which a GPU is idle when it switches to another process, in microseconds; at most a second.
     pub switch_micros: u32,
@@ -147,11 +147,11 @@ pub struct GpuDescription {
     /// The model whose MIG geometry the GPU has; without it the GPU has no MIG modes.
     #[serde(default)]
     pub mig: Option<ModelName>,
-    /// Whether a change of the MIG mode takes effect at a reset of the GPU only, as where an Ampere GPU is passed through to a
-    /// virtual machine that cannot reset it; false by default.
+    /// Whether a change of the MIG mode takes effect only at a reset of the GPU, as for an Ampere GPU that is passed through to
+    /// a virtual machine which cannot reset it; false by default.
     #[serde(default)]
     pub mig_needs_reset: bool,
-    /// The GPU's part in virtualization, by default none. A `vgpu` has no MIG modes, as NVIDIA's kernel modules have it
+    /// The GPU's part in virtualization; none by default. A `vgpu` has no MIG modes, as in NVIDIA's kernel modules
     /// (`subdeviceCtrlCmdGpuSetPartitioningMode_IMPL`).
     #[serde(default)]
     pub virtualization: Virtualization,
@@ -190,12 +190,12 @@ pub enum Architecture {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Virtualization {
-    /// The machine is none, or knows of none.
+    /// The machine is not virtual, or does not know that it is.
     #[default]
     None = 0,
-    /// The machine is a virtual one, which has the GPU as a whole.
+    /// The machine is virtual and has the whole GPU.
     Passthrough = 1,
-    /// The machine is a virtual one, and the GPU is a vGPU.
+    /// The machine is virtual, and the GPU is a vGPU.
     Vgpu = 2,
     /// The machine makes vGPUs of the GPU.
     HostVgpu = 3,

@@ -5,7 +5,7 @@
 #[macro_export]
 macro_rules! distinct {
     ($name:ident) => {
-        // SAFETY: a comment, which makes no instruction.
+        // SAFETY: only a comment, which generates no instruction.
         unsafe {
             std::arch::asm!(
                 concat!("/* ", stringify!($name), " */"),
@@ -15,7 +15,7 @@ macro_rules! distinct {
     };
 }
 
-/// Exports a function whose body gives `Result<(), $code>`. It returns the code, and 0 for success.
+/// Exports a function whose body evaluates to `Result<(), $code>`. It returns the code, or 0 for success.
 ///
 /// The body may use its pointers: the API's contract is that each is null or valid for its type, and [`put_or`] and [`get_or`]
 /// refuse null.
@@ -38,7 +38,7 @@ macro_rules! exported {
     };
 }
 
-/// Writes `value` to a caller's place; `refusal` for null.
+/// Writes `value` to the caller's pointer; returns `refusal` for null.
 ///
 /// # Safety
 /// `to` is null or valid for a write.
@@ -52,7 +52,7 @@ pub unsafe fn put_or<T, E>(to: *mut T, value: T, refusal: E) -> Result<(), E> {
     Ok(())
 }
 
-/// Reads what a caller passes by reference; `refusal` for null.
+/// Reads an argument that is passed by reference; returns `refusal` for null.
 ///
 /// # Safety
 /// `from` is null or valid for a read.

@@ -3,9 +3,9 @@
 //! ```toml
 //! [[fault]]
 //! call = "nvmlDeviceCreateGpuInstance"
-//! after = 1        # how many calls are carried out before
+//! after = 1        # how many calls are executed before
 //! times = 1        # how many calls are affected then; all without it
-//! code = 23        # the call returns this; without it the call is carried out
+//! code = 23        # the call returns this; without it the call is executed
 //! delay_ms = 500   # how long the call waits
 //! ```
 //!
@@ -23,7 +23,7 @@ use crate::root::DriverRoot;
 
 /// The file below the root.
 pub const FILE: &str = "etc/nvidia-sim/faults.toml";
-/// How often a process looks whether the file has changed.
+/// How often a process checks whether the file has changed.
 pub const PERIOD: Duration = Duration::from_millis(10);
 
 /// A row of the file.
@@ -63,7 +63,7 @@ struct Script {
 }
 
 static SCRIPT: Mutex<Option<Script>> = Mutex::new(None);
-/// When the file is looked at next, in coarse monotonic nanoseconds.
+/// When the file is checked next, in coarse monotonic nanoseconds.
 static NEXT_LOOK: AtomicU64 = AtomicU64::new(0);
 /// Whether there are rows.
 static HAS_ROWS: AtomicBool = AtomicBool::new(false);
@@ -103,7 +103,7 @@ impl Script {
         };
     }
 
-    /// Counts a call; what happens to it.
+    /// Counts a call; returns what happens to it.
     fn count(&mut self, call: &str) -> Effect {
         let mut effect = Effect::default();
         for (fault, calls) in self.rows.iter_mut().filter(|(fault, _)| fault.is_of(call)) {
@@ -124,7 +124,7 @@ fn parse(text: &str) -> Result<Vec<Fault>, String> {
     Ok(file.faults)
 }
 
-/// Waits as the file says, and gives the code that `call` returns instead of its own.
+/// Waits as the file says, and returns the code that replaces the result of `call`.
 pub fn inject(call: &str) -> Option<u32> {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
@@ -136,7 +136,7 @@ pub fn inject(call: &str) -> Option<u32> {
     let effect = {
         let mut script = SCRIPT.lock().unwrap_or_else(PoisonError::into_inner);
         let script = script.get_or_insert_with(|| {
-            // A static of the library into which this is linked.
+            // `SCRIPT` is a static of the library into which this is linked.
             let root = DriverRoot::of_library(&SCRIPT);
             Script::new(root.path().join(Path::new(FILE)))
         });

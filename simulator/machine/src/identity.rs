@@ -1,5 +1,5 @@
-//! Identities: UUIDs that are stable on a node and differ between nodes, and processes apart from later ones with the
-//! same pid.
+//! Identities: UUIDs that are stable on a node and differ between nodes; and start times, which distinguish processes with
+//! the same pid.
 
 /// A node's identity: its machine id and its host name. Nodes cloned from one image may share the machine id, and host
 /// names may repeat.
@@ -81,7 +81,7 @@ pub fn inner_pid(pid: i32) -> Option<i32> {
 #[must_use]
 pub fn start_time(pid: i32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in parentheses, may contain anything: the fields behind it are counted.
+    // The name, in parentheses, may contain any character, so only the fields after it are counted.
     let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
     if matches!(fields.next()?, "Z" | "X") {
         return None;

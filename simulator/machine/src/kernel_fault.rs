@@ -1,4 +1,4 @@
-//! Faults of kernels, and how far each reaches.
+//! Faults of kernels, and the processes that each affects.
 //!
 //! After a kernel's access to memory that is not allocated, "the process is left in an inconsistent state and any further CUDA
 //! work will return the same error" (CUDA Driver API, `CUDA_ERROR_ILLEGAL_ADDRESS`). Other processes are not affected, except the
@@ -10,12 +10,12 @@ use std::sync::atomic::Ordering;
 use crate::layout::{ProcessSlot, Shared};
 
 impl Shared {
-    /// The process `slot` has become a client of the MPS daemon with this identity, which is not 0.
+    /// Notes that the process `slot` is a client of the MPS daemon with this identity, which is not 0.
     pub fn join_mps(&self, slot: usize, daemon: u64) {
         self.slots[slot].mps_daemon.store(daemon, Ordering::Release);
     }
 
-    /// A kernel of the process `slot` has faulted on a GPU: from now on the calls of all processes that it reaches return `code`.
+    /// Notes that a kernel of the process `slot` has faulted on a GPU: later calls of all affected processes return `code`.
     pub fn fault(&self, slot: usize, gpu: usize, code: u32) {
         let faulted = &self.slots[slot];
         faulted.fault.store(code, Ordering::Release);
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_process_of_a_slot_has_neither_fault_nor_daemon_of_the_last() {
+    fn a_slots_next_process_has_no_fault_and_no_daemon_of_the_last() {
         let page = test_page(include_str!("../../machines/T4.toml"));
         client(page, 0);
         client(page, 1);

@@ -209,7 +209,7 @@ pub struct GpuState {
     /// Virtual time of a kernel whose name contains no time, in nanoseconds.
     pub kernel_nanos: u64,
 
-    /// The holder of the lock on the fields that change: 0 for nobody, a slot's index + 1, or the daemon.
+    /// The holder of the lock on the fields that change: 0 for none, a slot's index + 1, or the daemon.
     pub lock: AtomicU32,
     /// 1 when persistence mode is on.
     pub persistence: AtomicU32,
@@ -223,11 +223,11 @@ pub struct GpuState {
     pub unbound: AtomicU32,
     /// 1 when MIG mode is on.
     pub mig_mode: AtomicU32,
-    /// The value of [`Self::mig_mode`] from when no process uses the GPU.
+    /// The value that [`Self::mig_mode`] will have when no process uses the GPU.
     pub mig_pending: AtomicU32,
     /// Percent of the last second in which a kernel ran, as sampled by the daemon.
     pub utilization: AtomicU32,
-    /// What NVML counts of all NVLinks together, by [`NvLinkCounter`].
+    /// NVML's counters for all NVLinks together, by [`NvLinkCounter`].
     pub nvlink: [AtomicU64; NvLinkCounter::ALL.len()],
     /// Bytes that processes hold.
     pub used: AtomicU64,
@@ -235,7 +235,7 @@ pub struct GpuState {
     pub peak: AtomicU64,
     /// How often memory was charged.
     pub charges: AtomicU64,
-    /// The order in which processes run that are in no partition.
+    /// The order in which processes outside of partitions run.
     pub turns: Turns,
     /// MIG's GPU instances, by id.
     pub instances: [GpuInstance; GPU_INSTANCES],
@@ -250,15 +250,15 @@ pub struct ProcessSlot {
     pub pid: AtomicI32,
     /// When it started, in clock ticks since boot: a reused pid has another time.
     pub started: AtomicU64,
-    /// Its own PID namespace, by inode; 0 where that is unknown.
+    /// Its own PID namespace, by inode; 0 if that is unknown.
     pub namespace: AtomicU64,
     /// Its pid in that namespace.
     pub inner_pid: AtomicI32,
     /// The MIG partition that it uses, see [`ProcessSlot::partition`]; 0 for none.
     pub partition: AtomicU32,
-    /// The error that each of its calls returns since a kernel's fault; 0 for none.
+    /// The error that each of its calls returns after a kernel's fault; 0 for none.
     pub fault: AtomicU32,
-    /// The identity of the MPS daemon whose client it is; 0 for none.
+    /// The identity of its MPS daemon; 0 if it is not a client of one.
     pub mps_daemon: AtomicU64,
     /// Bytes that it holds on each GPU, with its context.
     pub used: [AtomicU64; MAX_GPUS],
@@ -358,7 +358,7 @@ impl Shared {
             count = index + 1;
         }
         self.header.gpu_count = count;
-        // Last: it marks the page as complete.
+        // Written last, because it marks the page as complete.
         self.header.magic = MAGIC;
     }
 }
@@ -411,7 +411,7 @@ impl GpuState {
         self.persistence = AtomicU32::new(1);
     }
 
-    /// What a counter of all NVLinks has; `None` for a board without NVLink.
+    /// The value of a counter for all NVLinks; `None` for a board without NVLink.
     #[must_use]
     pub fn nvlink(&self, counter: NvLinkCounter) -> Option<u64> {
         let count = self.nvlink[counter as usize].load(Ordering::Relaxed);
@@ -442,7 +442,7 @@ impl GpuState {
         self.memory_total - self.memory_reserved
     }
 
-    /// Bytes that nobody holds.
+    /// Free bytes.
     #[must_use]
     pub fn free(&self) -> u64 {
         self.usable()
@@ -523,8 +523,9 @@ mod tests {
             assert_eq!((one.uuid, one.pci_bus), (other.uuid, other.pci_bus));
         }
         for wrong in ["[0, 1]", "[0, 1, 1]", "[1, 2, 3]"] {
-            let error = Description::parse(&format!("minors = {wrong}\n{text}"), "test");
-            let error = error.unwrap_err().to_string();
+            let error = Description::parse(&format!("minors = {wrong}\n{text}"), "test")
+                .unwrap_err()
+                .to_string();
             assert!(error.contains("must be the numbers 0 to 2"), "{error}");
         }
     }

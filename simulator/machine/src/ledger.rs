@@ -8,9 +8,9 @@
 //! does so a moment later. Programs must not see the difference. So a charge that would raise `gpu.used` to a new peak,
 //! while other processes hold memory, first has the daemon free the memory of processes that have ended.
 //!
-//! Managed memory gives way: a charge that finds no room moves managed memory of other processes to the host, as the UVM
-//! driver does when it is asked to evict (`uvm_pmm_gpu_pma_evict_pages` in NVIDIA's open kernel modules). The process that
-//! has lost it finds that out when it uses the memory again.
+//! Managed memory can be evicted: a charge that finds no room moves managed memory of other processes to the host, as the
+//! UVM driver does (`uvm_pmm_gpu_pma_evict_pages` in NVIDIA's open kernel modules). A process whose memory was moved
+//! notices it when it uses the memory again.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -24,7 +24,7 @@ const DAEMON: u32 = u32::MAX;
 /// The lock value of the daemon's sampler.
 const SAMPLER: u32 = DAEMON - 1;
 
-/// How long a caller waits for a lock. Only a holder that ended while no daemon runs keeps it longer.
+/// How long a caller waits for a lock. A lock is only held longer if its holder has ended and no daemon runs.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Why a charge fails.
@@ -59,12 +59,12 @@ impl Drop for Guard<'_> {
     }
 }
 
-/// Takes a GPU's lock for the daemon's sampler, if nobody has it.
+/// Takes a GPU's lock for the daemon's sampler, if it is free.
 pub(crate) fn try_lock(gpu: &GpuState) -> Option<Guard<'_>> {
     gpu.lock
         .compare_exchange(0, SAMPLER, Ordering::Acquire, Ordering::Relaxed)
         .is_ok()
-        // `then_some` would make a guard in any case, and dropping that would open another holder's lock.
+        // `then_some` would always create a guard, and dropping it would release another holder's lock.
         .then(|| Guard(gpu))
 }
 
@@ -99,7 +99,7 @@ const PROHIBITED: u32 = 2;
 const EXCLUSIVE: u32 = 3;
 
 impl Shared {
-    /// Charges a context's memory on GPU `gpu` to `slot`, if the GPU's compute mode allows it a context. `reclaim` has the
+    /// Charges a context's memory on GPU `gpu` to `slot`, if the GPU's compute mode allows a context. `reclaim` makes the
     /// daemon free the memory of processes that have ended.
     pub fn open_context(
         &self,
@@ -110,7 +110,7 @@ impl Shared {
         let state = &self.gpus[gpu];
         let bytes = self.context_bytes(slot, gpu);
         if state.compute_mode.load(Ordering::Relaxed) == EXCLUSIVE && self.is_taken(slot, gpu) {
-            // By a process that has ended, perhaps.
+            // The other process may have ended.
             reclaim();
         }
         let _guard = self.lock_reclaimed(slot, gpu, bytes, reclaim)?;
@@ -121,8 +121,8 @@ impl Shared {
         self.add_charge(slot, gpu, bytes)
     }
 
-    /// Whether another process has memory of the GPU. Clients of MPS are one process here: their server. (Those of a daemon that
-    /// died have lost theirs, so daemons are not told apart.)
+    /// Whether another process has memory of the GPU. Clients of MPS count as one process: their server. (Clients of a daemon
+    /// that died have lost their contexts, so daemons are not distinguished.)
     fn is_taken(&self, slot: usize, gpu: usize) -> bool {
         let is_client = |slot: &ProcessSlot| slot.mps_daemon.load(Ordering::Acquire) != 0;
         let own = is_client(&self.slots[slot]);
@@ -133,7 +133,7 @@ impl Shared {
         })
     }
 
-    /// Charges `bytes` of GPU `gpu` to `slot`, all or nothing. `reclaim` has the daemon free the memory of processes that
+    /// Charges `bytes` of GPU `gpu` to `slot`, all or nothing. `reclaim` makes the daemon free the memory of processes that
     /// have ended.
     pub fn charge(
         &self,
@@ -160,7 +160,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Ends a charge of `bytes` of managed memory, or of what others have left of it on the GPU.
+    /// Ends a charge of `bytes` of managed memory, or of the part that is still on the GPU.
     pub fn release_managed(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let _guard = lock(&self.gpus[gpu], owner(slot))?;
         self.move_to_host(slot, gpu, bytes);
@@ -192,10 +192,10 @@ impl Shared {
         }
     }
 
-    /// Takes a GPU's lock to charge `bytes`. Where that would be a new peak, other slots hold memory, and the GPU is large
-    /// enough, `reclaim` comes first, and nothing is charged between it and the lock: a process may end after it, and others
-    /// may be charged for what that process still has in the sum. The real driver frees the memory of a process before
-    /// anybody learns that it has ended.
+    /// Takes a GPU's lock to charge `bytes`. If that would be a new peak, other slots hold memory, and the GPU is large
+    /// enough, calls `reclaim` first, and ensures that nothing is charged between it and the lock: otherwise another process
+    /// could end after it, and its memory would still be in the sum. The real driver frees the memory of a process before
+    /// other processes can see that it has ended.
     fn lock_reclaimed(
         &self,
         slot: usize,
@@ -237,7 +237,7 @@ impl Shared {
         std::iter::once((&state.used, &state.peak)).chain(partition)
     }
 
-    /// What limits the memory of process `slot`: the sum, and its most.
+    /// The limit of the memory of process `slot`: the sum that it applies to, and its largest value.
     fn room(&self, slot: usize, gpu: usize) -> (&AtomicU64, u64) {
         let state = &self.gpus[gpu];
         match self.slots[slot].partition_on(gpu) {
@@ -272,11 +272,11 @@ impl Shared {
     fn add_charge(&self, slot: usize, gpu: usize, bytes: u64) -> Result<(), ChargeError> {
         let state = &self.gpus[gpu];
         let (used, room) = self.room(slot, gpu);
-        let free = || room.saturating_sub(used.load(Ordering::Relaxed));
-        if bytes > free() && bytes <= room {
-            self.evict(slot, gpu, bytes - free());
+        let read_free = || room.saturating_sub(used.load(Ordering::Relaxed));
+        if bytes > read_free() && bytes <= room {
+            self.evict(slot, gpu, bytes - read_free());
         }
-        let free = free();
+        let free = read_free();
         if bytes > free {
             return Err(ChargeError::OutOfMemory { asked: bytes, free });
         }
@@ -298,7 +298,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Lowers what a slot holds. The caller has the GPU's lock.
+    /// Lowers the memory that a slot holds. The caller has the GPU's lock.
     fn lower(&self, slot: usize, gpu: usize, bytes: u64) {
         let held = &self.slots[slot].used[gpu];
         // Saturating: the daemon may have reclaimed a process whose connection has ended.
@@ -349,7 +349,7 @@ impl Shared {
     /// left a lock.
     pub fn recover(&self) {
         for (gpu, state) in self.gpus().iter().enumerate() {
-            // There is one daemon, and it starts now: no other holds the lock.
+            // There is only one daemon, which starts now, so no daemon holds the lock.
             let _guard = self.take_over(state, DAEMON);
             self.recompute_used(gpu);
             self.rebuild_ring(gpu);
@@ -376,7 +376,7 @@ impl Shared {
     /// Takes the GPU's lock for a change by the daemon.
     pub(crate) fn daemon_lock(&self, gpu: usize) -> Guard<'_> {
         let guard = self.take_over(&self.gpus[gpu], 0);
-        // The holder before may have ended.
+        // The former holder may have ended.
         self.recompute_used(gpu);
         guard
     }
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn the_daemon_waits_for_its_sampler_and_not_for_an_earlier_daemons() {
+    fn the_daemon_waits_for_its_own_sampler_only() {
         let page = page();
         let sampling = try_lock(&page.gpus[0]).unwrap();
         std::thread::scope(|scope| {
@@ -533,7 +533,7 @@ mod tests {
 
     /// A process ends after the daemon was asked, and another one is charged for its memory meanwhile.
     #[test]
-    fn who_ends_after_the_daemon_was_asked_is_in_no_peak_either() {
+    fn a_process_that_ends_after_the_request_is_not_in_the_peak() {
         let page = page();
         page.charge(0, 0, 5 * MIB, || ()).unwrap();
         page.charge(2, 0, 5 * MIB, || ()).unwrap();

@@ -1,9 +1,9 @@
 //! MIG: how a GPU is partitioned.
 //!
-//! - [`model`]: which GPU instances and compute instances a GPU model can have, and where. Data of NVIDIA's guide.
-//! - [`rules`]: which placements are free beside the instances that exist. Pure.
-//! - [`words`]: the words of the shared page; [`state`]: the instances that they say.
-//! - [`change`]: how the daemon creates and destroys instances, and a process takes its place in one.
+//! - [`model`]: the GPU instances and compute instances that a GPU model can have, and their placements, from NVIDIA's guide.
+//! - [`rules`]: the placements that are free beside existing instances. Pure functions.
+//! - [`words`]: the words of the shared page; [`state`]: the instances that they describe.
+//! - [`change`]: how the daemon creates and destroys instances, and how a process enters one.
 //! - [`capability`]: the files and device nodes that give access to instances, and their numbers.
 
 pub mod capability;

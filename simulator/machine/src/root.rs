@@ -12,8 +12,8 @@ use rustix::io::Errno;
 pub const LIBRARY_DIR: &str = "usr/lib/x86_64-linux-gnu";
 /// The socket below the root.
 pub const SOCKET: &str = "run/nvidia-persistenced/socket";
-/// A file that marks a root which is a host's `/`. Also where such a root is mounted elsewhere, a process opens the nodes
-/// of its own `/dev`, as a real driver's libraries do. All other roots have device nodes below them.
+/// A file that marks a root which is a host's `/`. Even if such a root is mounted elsewhere, a process opens the nodes of its
+/// own `/dev`, as a real driver's libraries do. All other roots have device nodes below them.
 pub const HOST_MARK: &str = "etc/nvidia-sim/host";
 /// The page's file below the root, on tmpfs where `/run` is.
 pub const PAGE_FILE: &str = "run/nvidia-persistenced/machine";
@@ -29,8 +29,8 @@ impl DriverRoot {
         Self(path.into())
     }
 
-    /// The root of a library file: `<ROOT>` for `<ROOT>/usr/lib/x86_64-linux-gnu/<name>`, and `/` for all other paths, as
-    /// where the loader's cache names the library or it is mounted elsewhere.
+    /// The root of a library file: `<ROOT>` for `<ROOT>/usr/lib/x86_64-linux-gnu/<name>`, and `/` for all other paths, for
+    /// example if the library is mounted elsewhere.
     #[must_use]
     pub fn of_file(file: &Path) -> Self {
         let root = file
@@ -57,7 +57,7 @@ impl DriverRoot {
         if found == 0 || info.dli_fname.is_null() {
             return Self::new("/");
         }
-        // SAFETY: the loader's name of a loaded object is valid as long as that is loaded, and this code is in it.
+        // SAFETY: the loader's name of a loaded object is valid while it is loaded, and this code is in it.
         let name = unsafe { CStr::from_ptr(info.dli_fname) };
         let name = Path::new(OsStr::from_bytes(name.to_bytes()));
         match std::path::absolute(name) {
@@ -72,8 +72,8 @@ impl DriverRoot {
         &self.0
     }
 
-    /// The folder that takes the place of `/proc/driver`. Nothing can be written to a host's `/proc`, so a root that is `/`
-    /// has it below the daemon's folder; mount it over `/proc/driver` for programs that read that.
+    /// The folder in place of `/proc/driver`. A host's `/proc` is not writable, so for a root that is `/` the folder is below
+    /// the daemon's; mount it over `/proc/driver` for programs that read that.
     #[must_use]
     pub fn proc_driver(&self) -> PathBuf {
         let is_host = self.0 == Path::new("/");
@@ -90,8 +90,8 @@ impl DriverRoot {
         self.0.join(SOCKET)
     }
 
-    /// Opens the device node `dev/<name>`, as the driver's libraries do for as long as they are initialised; `None`
-    /// where it does not exist, or its mode or the device cgroup keeps this process from opening it.
+    /// Opens the device node `dev/<name>`, as the driver's libraries do while they are initialised; `None` if it does not
+    /// exist, or if its mode or the device cgroup does not allow this process to open it.
     #[must_use]
     pub fn open_node(&self, name: &str) -> Option<OwnedFd> {
         self.open(name, OFlags::RDWR)
@@ -107,13 +107,13 @@ impl DriverRoot {
         let open = |flags| rustix::fs::open(&path, flags | OFlags::CLOEXEC, Mode::empty());
         match open(access) {
             Ok(file) => Some(file),
-            // A node without a kernel driver, as the simulator's are.
+            // The node has no kernel driver, like all nodes of the simulator.
             Err(Errno::NXIO | Errno::NODEV) => open(OFlags::PATH).ok(),
             Err(_) => None,
         }
     }
 
-    /// Whether this process can read the device node `dev/<name>`, as a capability's node demands.
+    /// Whether this process can read the device node `dev/<name>`, as a capability requires.
     #[must_use]
     pub fn can_read_node(&self, name: &str) -> bool {
         self.open(name, OFlags::RDONLY).is_some()

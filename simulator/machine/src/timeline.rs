@@ -1,13 +1,13 @@
 //! When kernels run, in virtual time.
 //!
-//! A GPU runs one kernel at a time. The kernels of a process run in the order of their launches, whichever streams they are
-//! in. Processes take turns as on a real GPU without MPS: a process runs until it has no work left or its slice of
+//! A GPU runs one kernel at a time. The kernels of a process run in the order of their launches, in whatever streams.
+//! Processes take turns as on a real GPU without MPS: a process runs until it has no work left or its slice of
 //! [`SLICE`] ends, then the next process with work runs. A process alone is not interrupted. Between two processes the GPU
 //! stands still for the machine file's `switch_micros`. Nothing is computed: a launch adds to the queue of its process, and
 //! every call that reads the state first advances it to the present.
 //!
-//! When a kernel will end depends on later launches of other processes. Known is its *mark*: the nanoseconds that its
-//! process will have run on that GPU when the kernel ends. A thread that waits for a mark sleeps until the time at which the
+//! When a kernel will end depends on later launches of other processes. What is known is its *mark*: the nanoseconds that
+//! its process will have run on that GPU when the kernel ends. A thread that waits for a mark sleeps until the time at which the
 //! mark is reached without further launches, and then checks again. To learn *when* a mark was reached, a caller registers
 //! a watch before.
 //!
@@ -68,7 +68,7 @@ impl Shared {
         place.map_or(&state.turns, |place| state.partition_turns(place))
     }
 
-    /// Takes the lock of GPU `gpu` and runs its kernels up to the time `at`; the lock, and the lane of process `slot`.
+    /// Takes the lock of GPU `gpu` and runs its kernels up to the time `at`; returns the lock, and the lane of process `slot`.
     fn advance_locked(
         &self,
         slot: usize,
@@ -349,7 +349,7 @@ impl Turns {
         self.order().next()
     }
 
-    /// Makes `slot` the process that runs. Returns how long the GPU still stands still before, where a switch takes `cost`.
+    /// Makes `slot` the process that runs. Returns how long the GPU stands still before that, if a switch takes `cost`.
     fn switch_to(&self, slot: usize, cost: u64) -> u64 {
         let before = self.running.swap(owner(slot), Ordering::Relaxed);
         if before != owner(slot) && before != 0 {
@@ -422,14 +422,14 @@ impl GpuState {
         self.turns.ran() + of_partitions.sum::<u64>() / u64::from(slices)
     }
 
-    /// Nanoseconds of kernels that have run since the page was made, and the time by which they have.
+    /// Nanoseconds of kernels that have run since the page was made, and the time of that value.
     #[must_use]
     pub fn ran_by(&self) -> (u64, u64) {
         let clocks = self.all_turns().map(|turns| get(&turns.clock));
         (self.ran(), clocks.max().unwrap_or(0))
     }
 
-    /// The same of a GPU instance, all of whose compute slices count as the whole; `None` if it does not exist.
+    /// The same for a GPU instance, whose compute slices together count as the whole; `None` if it does not exist.
     #[must_use]
     pub fn instance_ran_by(&self, id: u32) -> Option<(u64, u64)> {
         let slices = u64::from(self.gpu_instance(id as usize)?.profile.slices).max(1);
@@ -449,7 +449,7 @@ impl GpuState {
         std::iter::once(&self.turns).chain(of_partitions)
     }
 
-    /// Nanoseconds for which it stood still between two processes since the page was made, up to the last advance.
+    /// Nanoseconds for which the GPU stood still between two processes since the page was made, up to the last advance.
     #[must_use]
     pub fn stood_still(&self) -> u64 {
         get(&self.turns.stood_still)

@@ -14,9 +14,9 @@ pub const WATCHES: usize = 128;
 pub struct Turns {
     /// The time up to which the state is advanced, in monotonic nanoseconds.
     pub(crate) clock: AtomicU64,
-    /// Nanoseconds of kernels that have run by then since the page was made.
+    /// Nanoseconds of kernels that have run up to that time since the page was made.
     pub(crate) ran: AtomicU64,
-    /// The rest of the slice of the process whose turn it is.
+    /// The rest of the running process's slice.
     pub(crate) slice: AtomicU64,
     /// The process that runs or ran last: its slot + 1; 0 for none.
     pub(crate) running: AtomicU32,

@@ -1,8 +1,8 @@
 //! The driver's version in the libraries' files.
 //!
-//! Each of a real driver's libraries is built for one version. NVML works with the kernel driver of that version alone,
-//! libcuda also with an older one (forward compatibility). A node whose driver was updated while containers have the old
-//! files meets both rules.
+//! Each of a real driver's libraries is built for one version. NVML works only with the kernel driver of that version,
+//! libcuda also with an older one (forward compatibility). Both rules matter if a node's driver is updated while containers
+//! have the old files.
 
 use std::cmp::Ordering;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
@@ -17,14 +17,14 @@ pub const BYTES: usize = 32;
 pub struct LibraryVersion([AtomicU8; BYTES]);
 
 impl LibraryVersion {
-    /// That of a library as it was built.
+    /// The version of a library that was not installed yet: empty.
     #[must_use]
     #[expect(clippy::new_without_default, reason = "for statics only")]
     pub const fn new() -> Self {
         Self([const { AtomicU8::new(0) }; BYTES])
     }
 
-    /// This version compared with the kernel driver's.
+    /// Compares this version with the kernel driver's.
     #[must_use]
     pub fn compared_with(&self, kernel: &str) -> Ordering {
         let bytes: Vec<u8> = self.0.iter().map(|byte| byte.load(Relaxed)).collect();

@@ -83,7 +83,7 @@ pub enum Request {
     },
 }
 
-/// Where the driver places an instance that nobody has placed.
+/// The value that lets the driver place an instance.
 const ANYWHERE: u32 = u32::MAX;
 
 /// A setting that [`Request::Set`] changes.
@@ -101,7 +101,8 @@ pub enum Setting {
     Reset = 5,
     /// The length of time slices: 0 the driver's own, 1 short, 2 medium, 3 long.
     TimeSlice = 6,
-    /// Whether NVIDIA's kernel driver has the GPU, 0 or 1. What the driver knows of it ends with 0.
+    /// Whether NVIDIA's kernel driver has the GPU, 0 or 1. A change resets the GPU and switches persistence
+    /// mode off.
     Driver = 7,
 }
 

@@ -6,7 +6,7 @@ use tranche_simulator_machine::export::{get_or, put_or};
 
 use crate::code::Code;
 
-/// Exports NVML functions: each body gives `Result<(), Code>`.
+/// Exports NVML functions: each body evaluates to `Result<(), Code>`.
 macro_rules! export {
     ($(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) $body:block)+) => {
         $(
@@ -16,7 +16,7 @@ macro_rules! export {
 }
 pub(crate) use export;
 
-/// Exports NVML functions that have one answer for every GPU.
+/// Exports NVML functions with the same answer for every GPU.
 macro_rules! export_constants {
     ($($name:ident = $value:expr;)+) => {
         $crate::export::export! {
@@ -31,7 +31,7 @@ macro_rules! export_constants {
 }
 pub(crate) use export_constants;
 
-/// Writes `value` to the caller's place.
+/// Writes `value` to the caller's pointer.
 ///
 /// # Safety
 /// `to` is null or valid for a write.
@@ -40,7 +40,7 @@ pub unsafe fn put<T>(to: *mut T, value: T) -> Result<(), Code> {
     unsafe { put_or(to, value, Code::INVALID_ARGUMENT) }
 }
 
-/// Reads what the caller passes by reference.
+/// Reads an argument that is passed by reference.
 ///
 /// # Safety
 /// `from` is null or valid for a read.

@@ -26,7 +26,7 @@ fn field_value(device: Device, field: u32, scope: u32) -> Result<(u32, nvmlValue
         // ECC mode now and after a reboot; errors, volatile and aggregate.
         1 | 2 => int(1),
         3..=28 => long(0),
-        // NVLink's errors, of all links.
+        // NVLink's errors, for all links.
         38 => long(nvlink_errors(device, NvLinkCounter::FlitErrors)?),
         45 => long(nvlink_errors(device, NvLinkCounter::DataErrors)?),
         52 => long(nvlink_errors(device, NvLinkCounter::Replays)?),
@@ -49,7 +49,7 @@ fn field_value(device: Device, field: u32, scope: u32) -> Result<(u32, nvmlValue
     }
 }
 
-/// Blackwell has counters of recoveries instead: nvml.h says so of the fields by link (161 to 163).
+/// Blackwell has counters of recoveries instead, as nvml.h says of the fields by link (161 to 163).
 fn nvlink_errors(device: Device, counter: NvLinkCounter) -> Result<u64, Code> {
     if device.state.architecture >= Architecture::Blackwell as u32 {
         return Err(Code::NOT_SUPPORTED);
@@ -57,7 +57,7 @@ fn nvlink_errors(device: Device, counter: NvLinkCounter) -> Result<u64, Code> {
     device.state.nvlink(counter).ok_or(Code::NOT_SUPPORTED)
 }
 
-/// What passes is spread evenly over the links.
+/// The traffic is spread evenly over the links.
 fn nvlink_data(device: Device, counter: NvLinkCounter, scope: u32) -> Result<u64, Code> {
     let count = device.state.nvlink(counter).ok_or(Code::NOT_SUPPORTED)?;
     let links = device.state.nvlinks;

@@ -1,7 +1,7 @@
-//! GPM: what a GPU, or a GPU instance, did between two samples. On Hopper and newer only, as nvml.h says.
+//! GPM: the activity of a GPU, or of a GPU instance, between two samples. Only on Hopper and newer, as nvml.h says.
 //!
-//! A sample has the time that kernels have run. Kernels compute nothing: no unit of the GPU is used beside the multiprocessors, and memory
-//! as much as for `nvmlDeviceGetUtilizationRates`. It has the counters of NVLink, too.
+//! A sample has the time that kernels have run, and the counters of NVLink. Kernels compute nothing: only the multiprocessors are
+//! in use, and memory as much as for `nvmlDeviceGetUtilizationRates`.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -19,7 +19,7 @@ use crate::state::{Device, device, library};
 /// `NVML_GPM_METRIC_MAX` of driver 535.
 const MOST_METRICS: u32 = 98;
 
-/// What was sampled.
+/// A sample.
 #[derive(Clone, Copy)]
 struct Content {
     gpu: usize,
@@ -32,7 +32,7 @@ struct Content {
     nvlink: Option<NvLinks>,
 }
 
-/// What the NVLinks of a GPU have sent and received by then.
+/// The traffic of a GPU's NVLinks up to a time.
 #[derive(Clone, Copy)]
 struct NvLinks {
     links: u32,
@@ -114,7 +114,7 @@ fn sample(of: nvmlDevice_t, instance: Option<u32>, to: nvmlGpmSample_t) -> Resul
     let device = supported(of)?;
     let ((ran, at), nvlink) = match instance {
         None => (device.state.ran_by(), NvLinks::of(device.state)),
-        // As for every id of an instance that does not exist. A MIG device has no NVLink.
+        // The same error as for an instance that does not exist. A MIG device has no NVLink.
         Some(id) => {
             let ran = device.state.instance_ran_by(id).ok_or(Code::NOT_FOUND)?;
             (ran, None)
@@ -147,7 +147,7 @@ fn value(metric: u32, first: Content, second: Content) -> Result<f64, Code> {
     }
 }
 
-/// MiB per second: received and sent, of all links, and then of each link, over which they are spread evenly.
+/// MiB per second, received and sent: first of all links, then of each link, with the traffic spread evenly.
 #[expect(clippy::cast_precision_loss, reason = "a rate of it is wanted")]
 fn nvlink(metric: u32, first: Content, second: Content) -> Option<f64> {
     let (from, to) = (first.nvlink?, second.nvlink?);

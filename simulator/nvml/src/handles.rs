@@ -1,5 +1,5 @@
-//! Handles of MIG's instances and devices. A handle stays that of one instance: after the instance is destroyed it is
-//! invalid, also where another instance has the same ids.
+//! Handles of MIG's instances and devices. A handle belongs to one instance: after that is destroyed, the handle is invalid,
+//! even if another instance has the same ids.
 
 use std::ffi::c_void;
 use std::sync::{Mutex, PoisonError};
@@ -25,7 +25,7 @@ pub enum Kind {
     Device,
 }
 
-/// Those that have a handle: the handle is the target's address. They stay until the process ends.
+/// The targets with a handle, which is the target's address. They stay until the process ends.
 static TARGETS: Mutex<Vec<&'static Target>> = Mutex::new(Vec::new());
 
 /// The handle of a target.

@@ -167,8 +167,8 @@ export! {
             None => library()?.visible.iter().position(|v| *v == any.device.gpu),
             // nvml.h: the index with which the GPU gives this handle.
             Some(it) => visible_devices(any.device)?.iter().position(|v| v.serial == it.serial),
-        };
-        let position = position.ok_or(Code::UNKNOWN)?;
+        }
+        .ok_or(Code::UNKNOWN)?;
         put(index, u32::try_from(position).unwrap_or(0))
     }
     fn nvmlDeviceGetMinorNumber(of: nvmlDevice_t, minor: *mut u32) {

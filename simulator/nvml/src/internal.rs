@@ -97,7 +97,7 @@ unsafe extern "C" fn host_link_generation(
     call().map_or_else(|code: Code| code.0, |()| 0)
 }
 
-/// How near two GPUs are, by their bus ids, in a scale of this table's own.
+/// The distance of two GPUs, by their bus ids, in this table's own scale.
 unsafe extern "C" fn common_ancestor(
     first: *mut c_void,
     second: *mut c_void,
@@ -156,7 +156,7 @@ unsafe extern "C" fn set_compute_policy(
     call().map_or_else(|code: Code| code.0, |()| 0)
 }
 
-/// Writes how many policies there are, and behind that number the policies. The caller has room for 31.
+/// Writes the number of policies, followed by the policies. The caller has room for 31.
 unsafe extern "C" fn compute_policies(
     of: *mut c_void,
     to: *mut c_void,
@@ -169,7 +169,7 @@ unsafe extern "C" fn compute_policies(
             value: device(of.cast())?.state.time_slice.load(Ordering::Relaxed),
         };
         let count = to.cast::<u32>();
-        // SAFETY: nvidia-smi passes the address of a number that room for policies follows.
+        // SAFETY: nvidia-smi passes the address of a number, followed by room for policies.
         unsafe {
             put(count, 1)?;
             put(count.wrapping_add(1).cast(), policy)
@@ -187,7 +187,7 @@ unsafe fn list(of: nvmlDevice_t, count: *mut u32, to: *mut Entry) -> Result<(), 
     // SAFETY: as above.
     unsafe { put(count, u32::try_from(found.len().min(room)).unwrap_or(0)) }?;
     for (index, process) in found.iter().take(room).enumerate() {
-        // Where the namespace has no /proc, the process has no name.
+        // Without /proc in the namespace, the process has no name.
         let name = process_name(process.pid).unwrap_or_default();
         let entry = Entry {
             pid: process.pid,

@@ -23,24 +23,24 @@ pub const fn struct_version(bytes: usize, version: u32) -> u32 {
 }
 
 /// Memory in bytes.
-struct Held {
+struct MemoryInfo {
     total: u64,
     reserved: u64,
     free: u64,
 }
 
-/// The memory of a GPU or of a MIG device, whose reserve is outside it.
-fn held(of: AnyDevice) -> Held {
+/// The memory of a GPU or of a MIG device. The total of a MIG device does not include the driver's reserve.
+fn memory_of(of: AnyDevice) -> MemoryInfo {
     let state = of.device.state;
     match of.partition {
-        None => Held {
+        None => MemoryInfo {
             total: state.memory_total,
             reserved: state.memory_reserved,
             free: state.free(),
         },
         Some(it) => {
             let total = it.gpu_instance.profile.memory_mib * MIB;
-            Held {
+            MemoryInfo {
                 total,
                 reserved: 0,
                 free: total.saturating_sub(it.gpu_instance.used),
@@ -60,22 +60,22 @@ fn check_retires_pages(of: nvmlDevice_t) -> Result<(), Code> {
 
 export! {
     fn nvmlDeviceGetMemoryInfo(of: nvmlDevice_t, memory: *mut nvmlMemory_t) {
-        let held = held(any_device(of)?);
+        let info = memory_of(any_device(of)?);
         // The first version counts the driver's reserve as used.
-        put(memory, nvmlMemory_t { total: held.total, free: held.free, used: held.total - held.free })
+        put(memory, nvmlMemory_t { total: info.total, free: info.free, used: info.total - info.free })
     }
     fn nvmlDeviceGetMemoryInfo_v2(of: nvmlDevice_t, memory: *mut nvmlMemory_v2_t) {
-        let held = held(any_device(of)?);
-        // Only this field: the caller may have set no other.
+        let info = memory_of(any_device(of)?);
+        // Reads only this field, because the caller may not have set the others.
         if get((&raw const (*memory).version).cast::<u32>())? != MEMORY_V2 {
             return Err(Code::ARGUMENT_VERSION_MISMATCH);
         }
         put(memory, nvmlMemory_v2_t {
             version: MEMORY_V2,
-            total: held.total,
-            reserved: held.reserved,
-            free: held.free,
-            used: held.total - held.reserved - held.free,
+            total: info.total,
+            reserved: info.reserved,
+            free: info.free,
+            used: info.total - info.reserved - info.free,
         })
     }
     fn nvmlDeviceGetBAR1MemoryInfo(of: nvmlDevice_t, memory: *mut nvmlBAR1Memory_t) {

@@ -1,7 +1,7 @@
 //! MIG: profiles, GPU instances, compute instances and MIG devices.
 //!
-//! - [`profiles`]: what a GPU and a GPU instance can have.
-//! - [`instances`]: what exists; creation and destruction, which the daemon carries out.
+//! - [`profiles`]: the instances that a GPU or a GPU instance can have.
+//! - [`instances`]: the instances that exist; their creation and destruction by the daemon.
 //! - [`devices`]: compute instances as NVML devices.
 
 mod devices;
@@ -46,7 +46,7 @@ fn profile_with_id(model: &'static Model, id: u32) -> Result<&'static GpuProfile
     found.ok_or(Code::INVALID_ARGUMENT)
 }
 
-/// Has the daemon change instances; the id of a new one.
+/// Lets the daemon change instances; returns the id of a new one.
 fn change(request: Request) -> Result<u32, Code> {
     let library = library()?;
     if !Rights::of_this_process(&library.root).can_configure() {

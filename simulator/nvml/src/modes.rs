@@ -43,14 +43,14 @@ export! {
         put(current, state.mig_mode.load(Ordering::Relaxed))?;
         put(pending, state.mig_pending.load(Ordering::Relaxed))
     }
-    // Changes the mode at once where nothing uses the GPU; otherwise it is pending.
+    // Changes the mode at once if nothing uses the GPU; otherwise the change is pending.
     fn nvmlDeviceSetMigMode(of: nvmlDevice_t, mode: u32, activation: *mut u32) {
         let state = mig_capable(of)?.state;
         set(of, Setting::MigMode, mode)?;
         let is_active = state.mig_mode.load(Ordering::Relaxed) == mode;
         put(activation, match () {
             () if is_active => 0,
-            // nvml.h: where the driver cannot reset the GPU, as in a virtual machine.
+            // nvml.h: if the driver cannot reset the GPU, as in a virtual machine.
             () if state.mig_needs_reset != 0 => Code::RESET_REQUIRED.0,
             () => Code::IN_USE.0,
         })

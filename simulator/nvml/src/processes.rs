@@ -18,7 +18,7 @@ use crate::export::{export, export_constants, get, put, put_list};
 use crate::memory::struct_version;
 use crate::state::{AnyDevice, Device, any_device, device, device_of_any};
 
-/// The instance ids of a process that is in no MIG partition.
+/// The instance ids of a process outside of MIG partitions.
 pub const NO_INSTANCE: u32 = u32::MAX;
 const DETAIL_LIST_V1: u32 = struct_version(size_of::<nvmlProcessDetailList_v1_t>(), 1);
 

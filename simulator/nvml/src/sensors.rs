@@ -1,4 +1,4 @@
-//! Utilization, clocks, power and temperature. All follow from how much the GPU runs.
+//! Utilization, clocks, power and temperature. All are derived from how much the GPU runs.
 
 use std::sync::atomic::Ordering;
 

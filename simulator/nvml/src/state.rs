@@ -53,7 +53,7 @@ pub fn handle(gpu: usize) -> nvmlDevice_t {
 /// A GPU or a MIG device behind a handle.
 #[derive(Debug, Clone, Copy)]
 pub struct AnyDevice {
-    /// The GPU, also that of a MIG device.
+    /// The GPU, or the GPU of the MIG device.
     pub device: Device,
     /// The compute instance of a MIG device.
     pub partition: Option<ComputeInstanceView>,
@@ -87,13 +87,15 @@ pub fn any_device(handle: nvmlDevice_t) -> Result<AnyDevice, Code> {
     })
 }
 
-/// The compute instance that a handle was made for.
+/// The compute instance for which a handle was made.
 pub fn find_compute_instance(target: Target) -> Result<(Device, ComputeInstanceView), Code> {
     let device = device_at(target.gpu)?;
     let instance = device.state.gpu_instance(target.instance);
-    let found = instance.and_then(|of| device.state.compute_instance(of, target.compute));
-    let found = found.filter(|it| it.serial == target.serial);
-    Ok((device, found.ok_or(Code::INVALID_ARGUMENT)?))
+    let found = instance
+        .and_then(|of| device.state.compute_instance(of, target.compute))
+        .filter(|it| it.serial == target.serial)
+        .ok_or(Code::INVALID_ARGUMENT)?;
+    Ok((device, found))
 }
 
 /// The GPU of a handle, which may be that of one of its MIG devices.
@@ -136,8 +138,8 @@ pub fn device_at(gpu: usize) -> Result<Device, Code> {
     })
 }
 
-/// The driver's version, which `install-root` writes into the library that it installs. In `.data`, because the file has no
-/// place for what is zero.
+/// The driver's version, which `install-root` writes into the library that it installs. It is in `.data`, because a file
+/// has no bytes for `.bss`.
 #[unsafe(no_mangle)]
 #[unsafe(link_section = ".data")]
 pub static SIM_DRIVER_VERSION: LibraryVersion = LibraryVersion::new();

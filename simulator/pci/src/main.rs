@@ -10,7 +10,7 @@ use tranche_simulator_machine::{Access, Attachment, DriverRoot, GpuState, attach
 use tranche_simulator_pci::open_devices::is_open;
 use tranche_simulator_pci::{Function, Nodes, Tree, serve};
 
-/// The driver whose GPUs NVML and CUDA have.
+/// The driver whose GPUs NVML and CUDA show.
 const NVIDIA: &str = "nvidia";
 /// A GPU without a display.
 const GPU_CLASS: u32 = 0x03_0200;
@@ -59,7 +59,7 @@ fn main() -> anyhow::Result<()> {
         let mut numbered = (0_u32..).zip(gpus);
         numbered.find(|(_, gpu)| address_of(gpu, 0) == address)
     };
-    // The tree has booted: NVIDIA's driver has all of them.
+    // As after a boot, NVIDIA's driver has all GPUs.
     for gpu in (0..).zip(gpus).map(|(index, _)| index) {
         set_driver(&machine, gpu, true)?;
     }
@@ -88,7 +88,7 @@ fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Each GPU has an IOMMU group of its own.
+/// Each GPU has its own IOMMU group.
 fn group_of(gpu: u32) -> u32 {
     gpu + 1
 }

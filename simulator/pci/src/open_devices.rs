@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-/// Whether a process that this one may look at has a device node or file open. A node is the same by its number, so that
-/// containers with nodes of their own are seen.
+/// Whether any process that this one may inspect has a device node or file open. Nodes are compared by their number, so
+/// that nodes in containers count too.
 #[must_use]
 pub fn is_open(path: &Path) -> bool {
     let Ok(wanted) = fs::metadata(path) else {

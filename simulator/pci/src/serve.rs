@@ -1,4 +1,4 @@
-//! The daemon: what is written to the tree's FIFOs is done.
+//! The daemon, which executes the writes to the tree's FIFOs.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead as _, BufReader};
@@ -10,7 +10,7 @@ use crate::Tree;
 /// Tells whether a program has a function's device open.
 pub type InUse = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// Called after each change with the function's address and the driver that it is bound to now.
+/// Called after each change with the function's address and its new driver.
 pub type Changed = Arc<dyn Fn(&str, Option<&str>) + Send + Sync>;
 
 #[derive(Clone, Copy, Debug)]
@@ -20,7 +20,7 @@ enum Entry {
     Probe,
 }
 
-/// Serves the tree from threads of this process; returns when all of them listen. What is written from then on is done.
+/// Serves the tree from threads of this process; returns when all of them listen. Later writes are executed.
 pub fn start(tree: &Arc<Tree>, in_use: &InUse, changed: &Changed) -> io::Result<()> {
     let bus = tree.root().join("sys/bus/pci");
     let mut files = vec![(bus.join("drivers_probe"), Entry::Probe)];
@@ -42,7 +42,7 @@ pub fn start(tree: &Arc<Tree>, in_use: &InUse, changed: &Changed) -> io::Result<
     Ok(())
 }
 
-/// Also for writing, so that it does not end with its first writer.
+/// Opened for writing too, so that it does not reach its end with its first writer.
 fn open(fifo: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).open(fifo)
 }

@@ -1,4 +1,4 @@
-//! The files, and what the kernel does with them.
+//! The files of the tree, and the kernel's reactions to them.
 
 use std::fs;
 use std::io;
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode};
 
-/// NVIDIA's driver looks this often whether the last program has closed the GPU.
+/// How often NVIDIA's driver checks whether the last program has closed the GPU.
 const REMOVAL_PAUSE: Duration = Duration::from_millis(50);
 
 const DRIVERS: [&str; 4] = ["nvidia", "pcieport", "snd_hda_intel", "vfio-pci"];
@@ -17,7 +17,7 @@ const DRIVERS: [&str; 4] = ["nvidia", "pcieport", "snd_hda_intel", "vfio-pci"];
 /// A PCI function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Function {
-    /// Where it is, as sysfs writes it: `0000:1b:00.0`.
+    /// Its address, as sysfs writes it: `0000:1b:00.0`.
     pub address: String,
     /// The vendor's id, such as 0x10de for NVIDIA.
     pub vendor: u16,
@@ -25,7 +25,7 @@ pub struct Function {
     pub device: u16,
     /// The class, 24 bits: 0x030200 is a GPU without a display, 0x040300 its audio function.
     pub class: u32,
-    /// Its IOMMU group; `None` where the machine has no IOMMU, or it is switched off.
+    /// Its IOMMU group; `None` if the machine has no IOMMU, or if it is switched off.
     pub group: Option<u32>,
 }
 
@@ -40,7 +40,7 @@ pub enum Refusal {
     Invalid,
 }
 
-/// What the files below `dev` are.
+/// The kind of the files below `dev`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Nodes {
     /// Regular files, which any program can open.
@@ -55,12 +55,12 @@ pub struct Tree {
     root: PathBuf,
     nodes: Nodes,
     addresses: Vec<String>,
-    /// Held while a device changes its driver.
+    /// Locked while a device changes its driver.
     change: Mutex<()>,
 }
 
 impl Tree {
-    /// Lays out the files, with each function bound to the driver that takes it at boot. What an earlier tree left is removed.
+    /// Lays out the files, with each function bound to its driver as at boot. Removes what an earlier tree left.
     pub fn boot(root: &Path, nodes: Nodes, functions: &[Function]) -> io::Result<Self> {
         for old in [
             "sys/bus/pci",
@@ -94,7 +94,7 @@ impl Tree {
         tree.node("iommu", (10, 125))?;
         for function in functions {
             tree.add(function)?;
-            // A function without a driver stays without.
+            // A function without a driver stays unbound.
             let _ = tree.probe(&function.address)?;
         }
         Ok(tree)
@@ -160,7 +160,7 @@ impl Tree {
         self.addresses.iter().any(|known| known == address)
     }
 
-    /// The driver that a function is bound to.
+    /// The driver to which a function is bound.
     #[must_use]
     pub fn driver_of(&self, address: &str) -> Option<String> {
         name_of_link(&self.device(address).join("driver"))
@@ -184,7 +184,7 @@ impl Tree {
             "nvidia" => is_nvidia && class.starts_with("0x03"),
             "snd_hda_intel" => class.starts_with("0x0403"),
             "pcieport" => class.starts_with("0x0604"),
-            // It has no ids of its own.
+            // vfio-pci has no ids of its own.
             _ => false,
         })
     }
@@ -227,8 +227,9 @@ impl Tree {
                 return Ok(Err(Refusal::Invalid));
             };
             let devices = self.root.join("dev/vfio/devices");
-            let number = (0..=u16::MAX).find(|n| !devices.join(format!("vfio{n}")).exists());
-            let number = number.unwrap_or_default();
+            let number = (0..=u16::MAX)
+                .find(|n| !devices.join(format!("vfio{n}")).exists())
+                .unwrap_or_default();
             fs::create_dir_all(device.join(format!("vfio-dev/vfio{number}")))?;
             self.node(&format!("vfio/devices/vfio{number}"), (510, number.into()))?;
             let minor = group.parse().unwrap_or_default();
@@ -246,7 +247,7 @@ impl Tree {
         Ok(Ok(()))
     }
 
-    /// A write to the `unbind` file of a driver. It waits as long as `in_use` says so: NVIDIA's driver lets go of a GPU only
+    /// A write to the `unbind` file of a driver. It waits while `in_use` returns true: NVIDIA's driver releases a GPU only
     /// after the last program has closed it.
     pub fn unbind(
         &self,
@@ -362,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_function_is_not_bound_again_and_an_override_names_the_only_driver() {
+    fn only_an_unbound_function_is_bound_and_only_to_its_override() {
         let (_root, tree) = tree(Some(7));
         assert_eq!(tree.bind("nvidia", GPU).unwrap(), Err(Refusal::Busy));
         assert_eq!(tree.bind("vfio-pci", GPU).unwrap(), Err(Refusal::NoDevice));
@@ -380,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn vfio_nodes_come_with_the_first_function_of_a_group_and_go_with_the_last() {
+    fn vfio_nodes_exist_while_a_function_of_the_group_is_bound() {
         let (root, tree) = tree(Some(7));
         let at = |path: &str| root.path().join("dev/vfio").join(path).exists();
         for address in [GPU, AUDIO] {

@@ -12,7 +12,7 @@ use tranche_simulator_machine::{DriverRoot, Shared};
 
 use crate::nodes;
 
-/// The capabilities that exist: those of MIG where a GPU has MIG modes, and those of each instance.
+/// The capabilities that exist: those of MIG if a GPU has MIG modes, and those of each instance.
 fn existing(shared: &Shared) -> Vec<Capability> {
     let mut all = Vec::new();
     if shared.gpus().iter().any(|gpu| gpu.model().is_some()) {

@@ -76,7 +76,7 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
     for unit in UNITS {
         copy(&parts.join("systemd").join(unit), &units.join(unit), 0o644)?;
     }
-    // As `systemctl enable`, also where no systemd runs yet.
+    // Like `systemctl enable`, but works without a running systemd.
     let wants = root.join("etc/systemd/system/multi-user.target.wants");
     for unit in UNITS {
         link(
@@ -92,7 +92,7 @@ pub fn install(parts: &Path, root: &Path, machine: &Path, gpus: Option<u32>) -> 
     nodes::make(root, count)
 }
 
-/// Makes a built library that of the machine file's driver.
+/// Adapts a built library to the machine file's driver.
 fn adapt(image: &mut [u8], name: &str, description: &Description) -> anyhow::Result<()> {
     library_file::set_driver_version(image, &description.driver_version)?;
     if name == "libcuda.so" {
@@ -128,7 +128,7 @@ fn copy(from: &Path, to: &Path, mode: u32) -> anyhow::Result<()> {
     write(to, &content, mode)
 }
 
-/// Replaces a file by renaming a new one. Processes that have the old one open or mapped keep it.
+/// Replaces a file by renaming a new one. Processes that have the old file open or mapped keep it.
 fn write(path: &Path, content: &[u8], mode: u32) -> anyhow::Result<()> {
     let put = || -> std::io::Result<()> {
         fs::create_dir_all(path.parent().unwrap_or(Path::new("/")))?;

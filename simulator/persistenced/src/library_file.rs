@@ -1,9 +1,9 @@
-//! Makes the simulated libraries those of the machine file's driver: their version, and in libcuda the functions that
-//! `dlsym` finds and the CUDA version before initialisation.
+//! Adapts the simulated libraries to the machine file's driver: their version, and in libcuda the functions that `dlsym` finds
+//! and the CUDA version before initialisation.
 //!
 //! The built libcuda has all functions up to the newest CUDA version that it knows. Functions that are newer than the driver's
-//! CUDA version become local symbols, which loaders do not find. Their versions are those of `shim/cuda/symbols.txt`, from which
-//! the library's own table is made: `shim/symbols` takes them from real drivers and NVIDIA's headers.
+//! CUDA version become local symbols, which loaders do not find. Their versions are in `shim/cuda/symbols.txt`, from which the
+//! library's own table is made as well; `shim/symbols` takes them from real drivers and NVIDIA's headers.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,7 +13,7 @@ use tranche_simulator_machine::version;
 
 /// The functions of NVIDIA's drivers and headers.
 const SYMBOLS: &str = include_str!("../../../shim/cuda/symbols.txt");
-/// The variables of the libraries that have their CUDA version, and the driver's version.
+/// The variables in the libraries for the CUDA version and for the driver's version.
 const CUDA_VERSION: &str = "SIM_CUDA_VERSION";
 const DRIVER_VERSION: &str = "SIM_DRIVER_VERSION";
 
@@ -25,7 +25,7 @@ const SYMBOL: usize = 24;
 const LOAD: u32 = 1;
 const SEGMENT: usize = 56;
 
-/// The CUDA version that brought each function; none for those that `cuGetProcAddress` does not know.
+/// The CUDA version that added each function; none for those that `cuGetProcAddress` does not know.
 fn versions() -> BTreeMap<&'static str, u32> {
     let row = |line: &'static str| {
         let mut words = line.split(' ');
@@ -37,7 +37,7 @@ fn versions() -> BTreeMap<&'static str, u32> {
     SYMBOLS.lines().filter_map(row).collect()
 }
 
-/// Makes the image of libcuda that for a driver with `cuda_version` (1000 × major + 10 × minor).
+/// Adapts the image of libcuda to a driver with `cuda_version` (1000 × major + 10 × minor).
 pub fn set_api_level(image: &mut [u8], cuda_version: u32) -> anyhow::Result<()> {
     let versions = versions();
     for symbol in symbols(image)? {
@@ -100,8 +100,8 @@ fn symbols(image: &[u8]) -> anyhow::Result<Vec<Symbol>> {
             .step_by(SYMBOL)
             .map(|at| {
                 let symbol = part(image, at, SYMBOL)?;
-                let name = strings.get(number(symbol, 0..4)?..).unwrap_or_default();
-                let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+                let rest = strings.get(number(symbol, 0..4)?..).unwrap_or_default();
+                let name = rest.split(|byte| *byte == 0).next().unwrap_or_default();
                 Ok(Symbol {
                     at,
                     name: String::from_utf8_lossy(name).into_owned(),

@@ -1,13 +1,13 @@
 //! `nvidia-sim-persistenced`: the daemon of a simulated GPU machine.
 //!
-//! It takes the place of `nvidia-persistenced` and of the kernel driver. It makes the device nodes, keeps the machine's
+//! It replaces `nvidia-persistenced` and the kernel driver. It makes the device nodes, keeps the machine's
 //! state in a file on tmpfs, passes that file to every libcuda and libnvidia-ml over
 //! `<ROOT>/run/nvidia-persistenced/socket`, and frees the memory of processes that have ended.
 //!
 //! - [`page`] opens the state that an earlier daemon left, or makes a new one.
-//! - [`serve`] answers requests, watches processes and has utilization sampled ([`sampler`]).
+//! - [`serve`] answers requests, watches processes and samples utilization ([`sampler`]).
 //! - [`nodes`] makes the device nodes, [`capabilities`] those of MIG instances.
-//! - [`install`] lays out a driver root; [`library_file`] makes its libraries those of the machine file's driver.
+//! - [`install`] lays out a driver root; [`library_file`] adapts its libraries to the machine file's driver.
 
 mod capabilities;
 mod install;

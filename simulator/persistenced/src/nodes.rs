@@ -7,12 +7,12 @@ use anyhow::Context as _;
 use rustix::fs::{CWD, FileType, Mode, makedev, mknodat};
 use rustix::io::Errno;
 
-/// The character device major that the kernel keeps for NVIDIA.
+/// The character device major that the kernel reserves for NVIDIA.
 const MAJOR: u32 = 195;
 /// A usual major of nvidia-uvm, which the kernel chooses at load time.
 const UVM_MAJOR: u32 = 510;
 
-/// Makes `dev/nvidia0` to `dev/nvidia<count-1>` and the control nodes below `root`, where they do not exist. Without the
+/// Makes `dev/nvidia0` to `dev/nvidia<count-1>` and the control nodes below `root`, unless they exist. Without the
 /// right to make devices, as in a container, it makes regular files: the simulator only tests whether they can be opened.
 pub fn make(root: &Path, count: u32) -> anyhow::Result<()> {
     let folder = root.join("dev");
@@ -32,13 +32,13 @@ pub fn make(root: &Path, count: u32) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the node of one GPU, where it does not exist.
+/// Makes the node of one GPU, unless it exists.
 pub fn make_gpu(root: &Path, minor: u32) -> anyhow::Result<()> {
     let path = root.join(format!("dev/nvidia{minor}"));
     make_one(&path, MAJOR, minor).with_context(|| format!("{}", path.display()))
 }
 
-/// Removes the node of one GPU, where it exists.
+/// Removes the node of one GPU, if it exists.
 pub fn remove(root: &Path, minor: u32) -> anyhow::Result<()> {
     let path = root.join(format!("dev/nvidia{minor}"));
     match fs::remove_file(&path) {
@@ -53,7 +53,7 @@ fn make_one(path: &Path, major: u32, minor: u32) -> std::io::Result<()> {
     make_with_mode(path, major, minor, 0o666)
 }
 
-/// Makes a node, where it does not exist.
+/// Makes a node, unless it exists.
 pub fn make_with_mode(path: &Path, major: u32, minor: u32, mode: u32) -> std::io::Result<()> {
     let mode = Mode::from_raw_mode(mode);
     match mknodat(

@@ -94,7 +94,7 @@ impl Page {
         };
         let (writable, readable) = make().with_context(|| format!("{}", fresh.display()))?;
         let address = map(&writable)?;
-        // SAFETY: a new mapping of a zeroed file that nobody else knows: the reference is unique until the rename below.
+        // SAFETY: a new mapping of a zeroed file that no other process knows: the reference is unique until the rename below.
         let shared = unsafe { &mut *address };
         shared.header.fingerprint = fingerprint;
         shared.describe(description, identity);
@@ -149,7 +149,7 @@ fn node_identity() -> Vec<u8> {
     identity::node_identity(&read("/etc/machine-id"), &read("/proc/sys/kernel/hostname"))
 }
 
-/// A hash of the description and the node: another machine has another one.
+/// A hash of the description and the node, which differs for another machine.
 fn fingerprint(description: &Description, node: &[u8]) -> u64 {
     use std::hash::{DefaultHasher, Hasher as _};
     let mut hasher = DefaultHasher::new();

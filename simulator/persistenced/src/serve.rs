@@ -91,9 +91,9 @@ pub fn run(root: &DriverRoot, description: &Description) -> anyhow::Result<()> {
     }
 }
 
-/// Takes the name of NVIDIA's daemon (the kernel keeps 15 bytes), for programs that list who has a GPU open.
+/// Takes the name of NVIDIA's daemon (the kernel keeps 15 bytes), for programs that list the processes with an open GPU.
 fn take_name() {
-    // Without it only such a list is different.
+    // A failure only changes such a list.
     let _ = fs::write("/proc/self/comm", "nvidia-persistenced");
 }
 
@@ -101,7 +101,7 @@ fn take_name() {
 fn raise_descriptor_limit() {
     let mut limit = getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
-    // Without the raise the daemon serves fewer processes.
+    // After a failure the daemon serves fewer processes.
     let _ = setrlimit(Resource::Nofile, limit);
 }
 
@@ -143,7 +143,7 @@ impl Daemon {
                 continue;
             }
             let process = open_process(state.pid.load(Ordering::Acquire));
-            // Opened before the check, so that a pid which is reused later does no harm.
+            // Opened before the check, so that a later reuse of the pid is harmless.
             if process.is_some() && state.is_alive() {
                 self.clients.push(Client {
                     slot,
@@ -189,7 +189,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Adds two entries for each client. Where a client lacks one, the entry is the listener, polled for nothing.
+    /// Adds two entries for each client. If a client lacks one, the entry is the listener, polled for no event.
     fn watch_clients<'a>(&'a self, watched: &mut Vec<PollFd<'a>>) {
         for client in &self.clients {
             for watched_fd in [&client.process, &client.connection] {
@@ -344,7 +344,7 @@ impl Daemon {
             | Request::DestroyComputeInstance { .. } => {
                 let answer = self.change_instances(request);
                 self.switch_idle_gpus();
-                // The library looks at the result, so the files have to be there before the answer.
+                // The library reads the files after the answer, so they must exist before it.
                 self.update_capabilities();
                 reply(&connection, answer, None);
             }
@@ -363,7 +363,7 @@ impl Daemon {
         }
     }
 
-    /// Creates or destroys a MIG instance. The library checks who may.
+    /// Creates or destroys a MIG instance. The library checks the permission.
     fn change_instances(&self, request: Request) -> Reply {
         let shared = self.page.shared;
         let index = |gpu: u32| gpu as usize;

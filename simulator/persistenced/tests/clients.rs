@@ -154,7 +154,7 @@ fn metrics<'a>(nvml: &'a Nvml, samples: [&GpmSample<'a>; 2], ids: &[GpmMetricId]
 }
 
 #[test]
-fn gpm_tells_since_hopper_what_ran_between_two_samples() {
+fn gpm_measures_the_time_between_samples_since_hopper() {
     let machine = Machine::start("H100-80", 1);
     let nvml = machine.nvml();
     let device = nvml.device_by_index(0).unwrap();
@@ -172,7 +172,7 @@ fn gpm_tells_since_hopper_what_ran_between_two_samples() {
     let before = device.gpm_sample().unwrap();
     program.ask("launch sim_busy_20ms 50");
     let after = device.gpm_sample().unwrap();
-    // The first sample is of a moment before it is asked for.
+    // The first sample is from a moment before it is requested.
     let seconds = begun.elapsed().as_secs_f64() + 0.1;
     let busy = metrics(&nvml, [&before, &after], &ids);
     // Kernels of one second.
@@ -196,7 +196,7 @@ fn gpm_tells_since_hopper_what_ran_between_two_samples() {
 }
 
 #[test]
-fn nvml_tells_what_passes_the_nvlinks_of_a_board_that_has_some() {
+fn nvml_counts_the_traffic_of_nvlinks() {
     let machine = Machine::start("H100-80", 1);
     let nvml = machine.nvml();
     let device = nvml.device_by_index(0).unwrap();
@@ -249,8 +249,10 @@ fn two_processes_share_a_gpus_time() {
     // 200 kernels of 20 ms on one GPU: each process alone would take 2 s. One of them begins before the other.
     let longest = took(&own).max(took(&other.join().unwrap()));
     assert!(longest >= 3000, "{longest}");
-    let again = (0..3).map(|_| took(&first.ask("launch sim_busy_20ms 1")));
-    let again = again.min().unwrap();
+    let again = (0..3)
+        .map(|_| took(&first.ask("launch sim_busy_20ms 1")))
+        .min()
+        .unwrap();
     assert!(again < 400, "the queue is empty again: {again}");
 }
 

@@ -110,7 +110,7 @@ fn nvidia_smi_switches_mig_mode_when_the_gpu_is_idle() {
         Err(NvmlError::NotSupported)
     ));
 
-    // Of a GPU in MIG mode CUDA sees partitions, and there are none.
+    // CUDA sees only the partitions of a GPU in MIG mode, and there are none.
     let mut starts = machine.program();
     starts.ask("init");
     assert_eq!(starts.ask("count"), "1");
@@ -121,7 +121,7 @@ fn nvidia_smi_switches_mig_mode_when_the_gpu_is_idle() {
     assert_eq!(starts.ask("count"), "2");
 }
 
-/// What a container with the old driver's files meets after an update of the driver, and an image with a newer libcuda.
+/// The errors in a container with the old driver's files after an update of the driver, and in an image with a newer libcuda.
 #[test]
 fn libraries_of_another_version_than_the_kernel_drivers() {
     let mut machine = Machine::start("T4", 1);
@@ -164,7 +164,7 @@ fn calls_fail_and_wait_as_the_file_says() {
         let output = command.arg("mig").args(words).output().unwrap();
         output.status.code().unwrap()
     };
-    // The second creation of a process fails, the third is carried out.
+    // The second creation by a process fails, the third one is executed.
     write("[[fault]]\ncall = \"nvmlDeviceCreateGpuInstance\"\nafter = 1\ntimes = 1\ncode = 23\n");
     assert_eq!(mig(&["-cgi", "19,19"]), 23);
     assert!(machine.smi(&["mig", "-lgi"]).contains("1g.10gb"));

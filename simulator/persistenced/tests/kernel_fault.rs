@@ -1,4 +1,4 @@
-//! A kernel that accesses memory which is not allocated, and whom its fault reaches.
+//! A kernel that accesses memory which is not allocated, and the processes that its fault affects.
 
 use crate::common;
 
@@ -7,7 +7,7 @@ use common::{GIB, Machine};
 const FAULT: &str = "CUDA_ERROR_ILLEGAL_ADDRESS";
 
 #[test]
-fn a_fault_stays_in_its_process_and_there_it_stays() {
+fn a_fault_affects_its_process_until_it_ends_and_no_other() {
     let machine = Machine::start("H100-80", 1);
     let mut other = machine.program();
     other.ask("use 0");

@@ -112,7 +112,7 @@ fn kills_at_any_moment_leave_the_ledger_exact() {
 }
 
 #[test]
-fn programs_outlive_the_daemon_and_the_next_one_frees_ended_processes() {
+fn programs_survive_the_daemon_and_its_successor_frees_the_dead() {
     let mut machine = Machine::start("H100-80", 1);
     let (mut survivor, mut victim) = (machine.program(), machine.program());
     survivor.ask("use 0");
@@ -134,7 +134,7 @@ fn programs_outlive_the_daemon_and_the_next_one_frees_ended_processes() {
     machine.wait_for_used(0, 0);
 }
 
-/// A process that finds the daemon's socket can connect to it, however early.
+/// A process that finds the daemon's socket can always connect to it.
 #[test]
 fn a_socket_that_exists_listens() {
     let mut machine = Machine::start("H100-80", 1);

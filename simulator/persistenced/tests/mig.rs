@@ -1,4 +1,4 @@
-//! MIG: what the real nvidia-smi and NVML clients do with partitions.
+//! MIG: the real nvidia-smi and NVML clients with partitions.
 
 use crate::common;
 
@@ -17,7 +17,7 @@ fn partitioned(model: &str, gpus: u32) -> Machine {
     machine
 }
 
-/// Runs `nvidia-smi mig` with these words; its exit status and its output.
+/// Runs `nvidia-smi mig` with these arguments; returns its exit status and its output.
 fn mig(machine: &Machine, words: &str) -> (i32, String) {
     let output = machine
         .command(machine.path("usr/bin/nvidia-smi"))
@@ -75,7 +75,7 @@ fn nvidia_smi_lists_the_profiles_of_each_model() {
             "B200",
             ["1g.23gb 19 7/7 22.00 18 1", "2g.45gb 14 3/3 44.25 36 2"],
         ),
-        // nvidia-smi 535 does not ask for the profiles that this model brought.
+        // nvidia-smi 535 does not ask for the new profiles of this model.
         (
             "RTX-PRO-6000",
             ["1g.24gb+me 21 1/1 23.62 46 1", "2g.48gb 5 2/2 47.38 94 2"],
@@ -235,7 +235,7 @@ fn mig_devices_are_nvml_devices() {
     assert_eq!(seen, BTreeMap::from(expected));
     assert!(matches!(gpu.attributes(), Err(NvmlError::NotSupported)));
 
-    // A handle is that of one instance.
+    // A handle belongs to one instance.
     let device = gpu.mig_device_by_index(0).unwrap();
     let uuid = device.uuid().unwrap();
     succeeds(&machine, "-dci");
@@ -246,7 +246,7 @@ fn mig_devices_are_nvml_devices() {
     assert_ne!(gpu.mig_device_by_index(0).unwrap().uuid().unwrap(), uuid);
 }
 
-/// Files and nodes come and go with the instances.
+/// Files and nodes are created and removed with the instances.
 #[test]
 fn instances_have_capabilities() {
     let machine = partitioned("A100-40", 2);
@@ -373,7 +373,7 @@ fn a_cuda_program_runs_in_one_instance() {
     let view = machine.smi(&[]);
     assert!(view.contains("9984MiB /  9984MiB"), "{view}");
 
-    // Kernels of one instance take no time of another's.
+    // Kernels of one instance take no time from another.
     let other = std::thread::spawn(move || {
         let took = large.ask("launch sim_busy_20ms 40");
         (large, took)
@@ -403,7 +403,7 @@ fn a_program_sees_the_instance_whose_capabilities_it_has() {
     let nvml = machine.nvml();
     let gpu = nvml.device_by_index(0).unwrap();
     let uuid = |index| gpu.mig_device_by_index(index).unwrap().uuid().unwrap();
-    // Without a choice, a program has the first MIG device, and not the GPU beside it.
+    // Without a choice, a program sees the first MIG device, and not the GPU beside it.
     let mut program = machine.program();
     program.ask("init");
     assert_eq!(program.ask("count"), "1");
@@ -414,7 +414,7 @@ fn a_program_sees_the_instance_whose_capabilities_it_has() {
             .contains(&uuid(0)[4..].replace('-', ""))
     );
 
-    // Without CAP_SYS_ADMIN the nodes of both capabilities are needed: here, those of GPU instance 13 alone.
+    // Without CAP_SYS_ADMIN the nodes of both capabilities are needed. Here only those of GPU instance 13 are there.
     for node in ["nvidia-cap1", "nvidia-cap2", "nvidia-cap102"] {
         std::fs::remove_file(machine.path("dev/nvidia-caps").join(node)).unwrap();
     }

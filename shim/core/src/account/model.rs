@@ -203,16 +203,16 @@ fn a_dead_slot_is_given_back_once() {
     });
 }
 
-/// All of a share, where spares are modelled.
+/// The size of the share in the models of spares.
 const ALL: u64 = SPARE_UNIT;
 
 /// A process takes its spare again, gives it and ends, while another one collects it, and a third one joins
-/// in the place of whichever has ended: together they never hold more than the limit, and nothing is left.
+/// in the slot of one that has ended: together they never hold more than the limit, and nothing is left.
 #[test]
 fn a_spare_is_used_once() {
     explore(2, || {
         let world = World::new();
-        // Of the driver, which is no part of what is explored.
+        // The driver's memory, which loom does not explore.
         let held = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
         let hold = |account: &Small, held: &std::sync::atomic::AtomicU64| {
             let before = held.fetch_add(1, super::Ordering::SeqCst);

@@ -1,32 +1,33 @@
 //! Spares: giving, taking and collecting them.
 //!
-//! The word `spares` of the page says which slots may have one, so that neither a refusal nor the question for the free
-//! memory visits all of them. It has a bit for each group of slots, or says that a collection is in progress, or that
-//! nobody has a spare.
+//! The page's word `spares` says which slots may have a spare, so that a refusal or a query of the free memory need not
+//! visit all slots. It has a bit for each group of slots, or says that a collection is in progress, or that no process has
+//! a spare.
 //!
 //! ```text
-//!    ┌─────────────────────── give: the bit of one's group ◄──────────────────────┐
+//!    ┌────────────────────── give: the bit of the group ◄─────────────────────────┐
 //!    ▼                                                                            │
-//!  groups ───── collect ─────► a collection, by number ── all visited ─────► nobody
+//!  groups ───── collect ─────► a collection, by number ── all visited ─────► no spares
 //!    ▲                                      │
 //!    └─────────── give: all groups ─────────┘
 //! ```
 //!
-//! Who gives changes its slot's word first and then, where its group's bit is not set, `spares`. A collection takes the
-//! groups out of `spares` first, then visits their slots, and then says that nobody has a spare if its number is still
-//! there. So a spare whose process has returned from giving is never overlooked:
+//! A process that gives a spare changes its slot's word first and then `spares`, if its group's bit is not set. A
+//! collection first takes the groups out of `spares`, then visits their slots, and then writes that there are no spares if
+//! its number is still there. So a spare is never overlooked once `give` has returned:
 //!
-//! - Its process saw the bit set. A collection that takes the bit out afterwards visits the slot. Visiting and giving are
-//!   both atomic changes of the slot's word, also where there is nothing to take: if the visit is the first, the process
-//!   sees the collection's number, or what came later.
-//! - Its process set the bit: the number of a collection is not there any more, which does not say that nobody has one.
+//! - If the process saw the bit set, a collection that takes the bit out afterwards visits the slot. A visit and a gift
+//!   are both atomic changes of the slot's word, even if there is nothing to take: if the visit comes first, the process
+//!   sees the collection's number, or a later value.
+//! - If the process set the bit, it replaced the number of the collection, which then does not write that there are no
+//!   spares.
 //! - A collection that is in progress, or was killed, may have visited nothing: the next one visits all slots.
 
 use super::{Account, Slot, SlotIndex};
 use crate::layout::{Charge, NO_SPARES, SLOTS};
 use crate::sync::{Ordering, fence};
 
-/// Groups of slots: each has a bit.
+/// The number of groups; each has a bit.
 const GROUPS: usize = 32;
 
 /// Slots of a group.
@@ -39,13 +40,13 @@ const ALL: u64 = (1 << GROUPS) - 1;
 pub(super) struct Spares(u64);
 
 impl Spares {
-    /// The collection that the process of a slot began as its so many-th change. Never 0 but for the flag.
+    /// The number of the collection that the process of slot `at` began as its change `begun`. Never 0, apart from the flag.
     const fn collection(at: usize, begun: u64) -> Self {
         let number = begun << SLOTS.trailing_zeros() | at as u64;
         Self((number << 1 | 1) << (NO_SPARES.trailing_zeros() + 1))
     }
 
-    /// Whether nobody has a spare.
+    /// Whether no process has a spare.
     pub(super) const fn is_none(self) -> bool {
         self.0 & NO_SPARES != 0
     }
@@ -73,8 +74,8 @@ impl<const N: usize> Account<N> {
         Spares(self.spares.load(Ordering::Acquire))
     }
 
-    /// Makes `bytes` that the slot's process held its spare, or all that it holds; `None` if they are too many. Returns how
-    /// many they were.
+    /// Turns `bytes` that the slot's process holds into its spare, at most all that it holds; returns how many they were,
+    /// or `None` if they are too many for a spare.
     #[inline]
     pub(super) fn give(&self, at: SlotIndex, slot: &Slot, bytes: u64) -> Option<u64> {
         let before = slot.change(|charge| charge.give(bytes.min(charge.used())))?;
@@ -104,11 +105,11 @@ impl<const N: usize> Account<N> {
     #[cold]
     #[inline(never)]
     pub(super) fn collect(&self, at: SlotIndex, own: &Slot) {
-        // Repairs wait for its end, as for that of the process's own changes.
+        // A repair waits for the end of the collection, as for the process's other changes.
         let begun = own.begun.fetch_add(1, Ordering::AcqRel);
         let collection = Spares::collection(at.0, begun);
         let groups = Spares(self.spares.swap(collection.0, Ordering::AcqRel)).groups();
-        // Who marks its slot after the marks were read here sees the number when it gives.
+        // A process that marks its slot after the marks were read here sees the number when it gives.
         fence(Ordering::SeqCst);
         self.each_of(groups, |slot| {
             if let Some(before) = slot.change(|charge| Some(charge.without_spare()))
@@ -118,7 +119,7 @@ impl<const N: usize> Account<N> {
             }
         });
         own.ended.fetch_add(1, Ordering::Release);
-        // With the number, so that who reads it twice knows that it did not change in between.
+        // Keeps the number, so that a process that reads the word twice notices a change in between.
         let _ = self.spares.compare_exchange(
             collection.0,
             collection.0 | NO_SPARES,

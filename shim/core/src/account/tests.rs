@@ -8,7 +8,7 @@ use std::vec::Vec;
 
 use proptest::prelude::*;
 
-use super::{Account, Full, Locks, Ordering, SlotIndex};
+use super::{Account, AccountFull, Locks, Ordering, SlotIndex};
 use crate::layout::{MOST_SPARE, SPARE_UNIT};
 use crate::sync::kill_after;
 
@@ -76,7 +76,7 @@ fn the_last_byte_is_granted_and_the_next_refused() {
 }
 
 #[test]
-fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
+fn a_slot_is_kept_until_its_files_are_closed_everywhere() {
     let (account, file) = account();
     let (parent, inherited) = (file.open(), file.open());
     let slot = account.join(&parent, &inherited, 1, 0).unwrap();
@@ -90,7 +90,10 @@ fn a_slot_is_kept_until_the_last_who_has_its_files_is_gone() {
     for (pid, other) in &others {
         assert_ne!(account.join(other, other, *pid, 0), Ok(slot));
     }
-    assert_eq!(account.join(&file.open(), &file.open(), 9, 0), Err(Full));
+    assert_eq!(
+        account.join(&file.open(), &file.open(), 9, 0),
+        Err(AccountFull)
+    );
     assert_eq!(account.used(), 70);
     drop(inherited);
     assert_eq!(account.reclaim(&file.open()), 1);
@@ -128,7 +131,10 @@ fn living_processes_keep_their_slots() {
             (process, slot)
         })
         .collect();
-    assert_eq!(account.join(&file.open(), &file.open(), 9, 0), Err(Full));
+    assert_eq!(
+        account.join(&file.open(), &file.open(), 9, 0),
+        Err(AccountFull)
+    );
     assert_eq!(account.reclaim(&file.open()), 0);
     assert_eq!(account.used(), 40);
     drop(living);
@@ -198,7 +204,7 @@ fn no_more_is_kept_than_the_most_and_nothing_but_whole_units() {
 }
 
 #[test]
-fn a_spare_refuses_nobody() {
+fn a_spare_causes_no_refusal() {
     let (account, file) = account();
     let processes: Vec<_> = (0..3).map(|_| file.open()).collect();
     let join = |process| account.join(process, process, 1, 0).unwrap();
@@ -214,12 +220,12 @@ fn a_spare_refuses_nobody() {
         }
         assert_eq!((account.used(), reserved(&account)), (0, limit));
     };
-    // All of it, by a process that has none of it.
+    // A process without a spare collects all of it.
     reserve_all();
     assert_eq!(account.reserve(three, limit, limit, limit), Some(limit));
     assert_eq!(account.reserve(one, 1, UNIT, limit), None);
     account.release_to_share(&account.slots[three.0], limit);
-    // By a process that has a part of it.
+    // A process that has a part of it collects it.
     reserve_all();
     assert_eq!(account.reserve(one, limit, limit, limit), Some(limit));
     account.release_to_share(&account.slots[one.0], limit);
@@ -238,7 +244,7 @@ fn the_spare_of_a_dead_process_goes_with_its_slot_or_before() {
     let limit = 4 * UNIT;
     account.reserve(slot, limit, limit, limit).unwrap();
     account.release(slot, 3 * UNIT);
-    // A child has its files: what it held is charged, and what it did not use is free.
+    // A child has its files: what the process held stays charged, and its spare is free.
     drop(dead);
     assert_eq!(account.reclaim(&file.open()), 0);
     assert_eq!(account.reserve(living, UNIT, UNIT, limit), Some(UNIT));
@@ -246,7 +252,7 @@ fn the_spare_of_a_dead_process_goes_with_its_slot_or_before() {
     drop(inherited);
     assert_eq!(account.reclaim(&file.open()), 1);
     assert_eq!((account.used(), reserved(&account)), (UNIT, UNIT));
-    // Without anybody who took it before.
+    // No process has collected it before.
     let dead = file.open();
     let slot = account.join(&dead, &dead, 3, 0).unwrap();
     account.reserve(slot, 2 * UNIT, 2 * UNIT, limit).unwrap();
@@ -296,7 +302,7 @@ fn life(account: &Small, process: &Description, held: &Cell<u64>, unit: u64) {
     account.release(slot, 30 * unit);
 }
 
-/// A page on which a process has freed all that it had: as a spare, where that is a whole number of units.
+/// A page on which a process has freed all that it had: into its spare, if that is a whole number of units.
 fn beside_a_neighbour(unit: u64) -> (Box<Small>, Rc<File>, Description, SlotIndex) {
     let (account, file) = account();
     let neighbour = file.open();
@@ -314,7 +320,7 @@ fn killed_at_any_step_it_errs_to_the_safe_side_and_is_repaired() {
             let process = file.open();
             let held = Cell::new(0);
             let lived = kill_after(steps, || life(&account, &process, &held, unit));
-            // As long as its locks are held it is not reclaimed, and what it holds is covered.
+            // While its locks are held, it is not reclaimed, and what it holds is covered.
             account.reclaim(&file.open());
             account.repair(&file.open());
             assert!(account.used() >= held.get(), "killed after {steps} steps");
@@ -348,7 +354,7 @@ fn a_reclaimer_killed_at_any_step_subtracts_nothing_twice() {
                 life(&account, &process, &Cell::new(0), unit);
             });
             drop(process);
-            // Whatever the victim left of the cap.
+            // Everything that the victim left of the cap.
             let room = account
                 .reserve(neighbours, 0, 100 * unit, 100 * unit)
                 .unwrap();
@@ -414,7 +420,7 @@ fn act() -> impl Strategy<Value = Act> {
 }
 
 proptest! {
-    /// Whatever a tenant writes into the words, nothing panics, and a repair makes the page consistent.
+    /// With any values that a tenant writes into the words, nothing panics, and a repair makes the page consistent.
     #[test]
     fn any_content_is_survived(charges: [u64; 4], used: u64, spares: u64, acts in prop::collection::vec((0..4usize, any::<bool>(), bytes()), 0..20)) {
         let (account, file) = account();

@@ -1,4 +1,4 @@
-//! The part of a share's grant that a process took in advance, to pay launches from.
+//! The part of a share's grant that a process has taken in advance to pay for launches.
 //!
 //! One word: nanoseconds left in the lower 40 bits, launches since the last check of the share in
 //! the upper 24. A process has several, so that its threads do not wait for each other's cache
@@ -6,13 +6,13 @@
 
 use crate::sync::{AtomicU64, Ordering};
 
-/// One batch. All zeros is an empty one.
+/// One batch. All zeros means an empty one.
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct Batch(AtomicU64);
 
-/// How much is taken at a time, in nanoseconds of GPU time: so far a share may be ahead of what its
-/// processes launched, for each launching thread.
+/// How much is taken at a time, in nanoseconds of GPU time. For each launching thread, a share may have paid this
+/// much more than its processes have launched.
 pub const BATCH_NANOS: u64 = 1_000_000;
 
 /// The number of launches after which a process checks its share again, in any case.

@@ -1,9 +1,9 @@
 //! How much of its grant a share has used: three words of its account.
 //!
 //! `position` is the share's position on the line of its grant. The share may launch while it is not
-//! ahead of the line, and pays by moving forward; the distance ahead of the line is its debt. It is
-//! never further behind than the burst: unused grant expires. It is never further ahead than what is
-//! granted in [`WAIT_NANOS`], so that no launch waits longer.
+//! ahead of the line, and pays by moving forward; the distance ahead of the line is its debt. The position
+//! is never further behind than the burst, because unused grant expires, and never further ahead than the
+//! grant of [`WAIT_NANOS`], so that no launch waits longer.
 //!
 //! `carried` is the debt beyond that. While there is one, launches pay double, so half of the rate
 //! repays it.
@@ -279,7 +279,7 @@ mod tests {
     proptest! {
         /// For any launches at any times: never more than the grant, a burst and the last launch.
         #[test]
-        fn no_more_than_was_granted(
+        fn a_share_gets_no_more_than_its_grant(
             cores in 1u8..100,
             launches in proptest::collection::vec((0..50_000_000u64, 1..100_000_000u64), 1..200),
         ) {
@@ -299,7 +299,7 @@ mod tests {
         /// A share that always wants more gets everything that is granted, except for the last
         /// launch.
         #[test]
-        fn no_less_than_was_granted(cores in 1u8..100, price in 1_000..100_000_000u64) {
+        fn a_share_gets_no_less_than_its_grant(cores in 1u8..100, price in 1_000..100_000_000u64) {
             let account: Account<1> = Account::empty();
             let (start, mut now, mut ran) = (SECOND, SECOND, 0);
             while now < 20 * SECOND {
@@ -315,7 +315,7 @@ mod tests {
 
         /// No content of the account causes a panic or a longer wait than the longest debt.
         #[test]
-        fn any_content_is_lived_with(words: [u64; 3], cores in 1u8..=100, now: u64, price: u64, more: i64, refill: [u64; 5]) {
+        fn any_content_of_the_account_is_tolerated(words: [u64; 3], cores in 1u8..=100, now: u64, price: u64, more: i64, refill: [u64; 5]) {
             let account: Account<1> = Account::empty();
             for (word, value) in [&account.position, &account.spent, &account.carried].into_iter().zip(words) {
                 word.store(value, Ordering::Relaxed);

@@ -53,7 +53,7 @@ mod tests {
     }
 
     #[test]
-    fn others_are_not() {
+    fn other_kernels_are_not_collective() {
         for name in [
             "",
             "_Z",

@@ -4,8 +4,8 @@
 //! its key. Its price is the smallest of the last [`WINDOW`] to twice as many measurements: a
 //! measurement can only be too long, because of other processes' work in between.
 //!
-//! A launch of a shape that was never measured pays a provisional price: what its kernel is predicted to
-//! take with that grid ([`Kernels`]), or [`UNKNOWN_NANOS`]. The shape counts these, and its first
+//! A launch of a shape that was never measured pays a provisional price: the predicted time of its kernel
+//! with that grid ([`Kernels`]), or [`UNKNOWN_NANOS`]. The shape counts such launches, and its first
 //! measurement corrects all of them together.
 //!
 //! It belongs to one process and has no locks: two threads that write at once lose a measurement.
@@ -41,29 +41,29 @@ const PROBES: usize = 4;
 const TRUSTED: u64 = 1 << 63;
 const PRICE: u64 = (1 << 40) - 1;
 
-/// The shapes. All zeros is none.
+/// The shapes. All zeros means none.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Costs<const N: usize = SHAPES, const M: usize = KERNELS> {
-    shapes: [Known; N],
+    shapes: [ShapeCost; N],
     kernels: Kernels<M>,
 }
 
 /// The properties of a launch on which its price depends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Of the kernel with its grid and block; or of the graph.
+    /// The key of the kernel with its grid and block, or of the graph.
     pub key: u64,
-    /// Of the kernel alone; or of the graph.
+    /// The key of the kernel alone, or of the graph.
     pub kernel: u64,
-    /// Threads of the grid; of a graph, always the same number.
+    /// Threads of the grid; for a graph, always the same number.
     pub work: u64,
 }
 
 /// The data of a shape.
 #[repr(C, align(64))]
 #[derive(Debug)]
-struct Known {
+struct ShapeCost {
     /// 0 for none.
     key: AtomicU64,
     /// In nanoseconds, and whether it is trusted; 0 for none.
@@ -124,7 +124,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
     pub fn empty() -> Self {
         let zero = || AtomicU64::new(0);
         Self {
-            shapes: core::array::from_fn(|_| Known {
+            shapes: core::array::from_fn(|_| ShapeCost {
                 key: zero(),
                 price: zero(),
                 measured: zero(),
@@ -145,7 +145,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         (price & TRUSTED != 0).then_some(price & PRICE)
     }
 
-    /// The price of a launch. Counts it where the price is provisional.
+    /// The price of a launch. If the price is provisional, counts the launch.
     pub fn price(&self, shape: &Shape) -> Price {
         let known = self.find_or_make(shape);
         let price = known.price.load(Ordering::Relaxed);
@@ -172,9 +172,9 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         self.kernels.is_exempt(kernel)
     }
 
-    /// For how long at most a launch waits for a measurement of its kind, in nanoseconds: [`HOLD_NANOS`]
-    /// where [`UNMEASURED`] of its shape are on their way and nothing was measured of its kernel with any
-    /// grid, until the kernel's launches have waited [`HOLDS_NANOS`]; else 0.
+    /// The longest that a launch waits for a measurement of its kernel, in nanoseconds: [`HOLD_NANOS`] if
+    /// [`UNMEASURED`] launches of its shape are in progress and its kernel was not measured with any grid, until
+    /// the kernel's launches have waited for [`HOLDS_NANOS`] in all; otherwise 0.
     #[must_use]
     pub fn hold(&self, shape: &Shape) -> u64 {
         let is_unknown = self.find(shape.key).is_some_and(|known| {
@@ -232,13 +232,13 @@ impl<const N: usize, const M: usize> Costs<N, M> {
     }
 
     #[inline]
-    fn find(&self, key: u64) -> Option<&Known> {
+    fn find(&self, key: u64) -> Option<&ShapeCost> {
         (0..PROBES)
             .map(|probe| &self.shapes[place::<N>(key, probe)])
             .find(|known| known.key.load(Ordering::Relaxed) == key)
     }
 
-    fn find_or_make(&self, shape: &Shape) -> &Known {
+    fn find_or_make(&self, shape: &Shape) -> &ShapeCost {
         let key = shape.key;
         if let Some(known) = self.find(key) {
             return known;
@@ -260,7 +260,7 @@ const fn place<const N: usize>(key: u64, probe: usize) -> usize {
     (key as usize).wrapping_add(probe) % N
 }
 
-impl Known {
+impl ShapeCost {
     fn become_new(&self, key: u64, guess: u64) {
         self.provisional.store(0, Ordering::Relaxed);
         self.provisional_nanos.store(0, Ordering::Relaxed);
@@ -426,7 +426,7 @@ mod tests {
     }
 
     #[test]
-    fn more_shapes_than_places_are_lived_with() {
+    fn more_shapes_than_places_are_tolerated() {
         let costs = costs::<4>();
         for number in 0..100 {
             let shape = Shape {

@@ -29,7 +29,7 @@ const PROBES: usize = 4;
 /// it.
 const LONGER: f32 = 1.0 / 8.0;
 
-/// The kernels. All zeros is none.
+/// The kernels. All zeros means none.
 #[repr(C)]
 #[derive(Debug)]
 pub struct Kernels<const N: usize = KERNELS> {
@@ -41,7 +41,7 @@ pub struct Kernels<const N: usize = KERNELS> {
 struct Kernel {
     /// 0 for none.
     key: AtomicU64,
-    /// [`Point`]s; the same one where only one size was measured.
+    /// [`Point`]s; both are the same if only one size was measured.
     small: AtomicU64,
     large: AtomicU64,
     /// Nanoseconds that launches waited for its first measurement; or [`EXEMPT`].
@@ -51,7 +51,7 @@ struct Kernel {
 /// In `waited`: never waits.
 const EXEMPT: u64 = 1 << 63;
 
-/// A measured launch: one word, so that its two numbers belong together. 0 is none.
+/// A measured launch: one word, so that its two numbers belong together. 0 means none.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Point {
     work: f32,
@@ -171,7 +171,7 @@ impl<const N: usize> Kernels<N> {
             .map_or(0, |kernel| kernel.waited.load(Ordering::Relaxed) & !EXEMPT)
     }
 
-    /// Adds to that.
+    /// Adds to the time that launches waited for a kernel's first measurement.
     pub fn note_wait(&self, key: u64, nanos: u64) {
         let nanos = nanos.min(EXEMPT / 4);
         let kernel = self.find_or_make(key);
@@ -285,7 +285,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever was measured, a prediction is a number of nanoseconds near a measured one.
+        /// After any measurements, a prediction is near a measured number of nanoseconds.
         #[test]
         fn a_prediction_is_bounded(
             measured in proptest::collection::vec((1u64.., 1..1u64 << 40), 1..20), work: u64,

@@ -45,7 +45,7 @@ fn payments_add_up() {
     });
 }
 
-/// The node writes twice while a process reads: it reads one of the three refills, whole, or none.
+/// The node writes twice while a process reads: the process reads one of the three refills completely, or none.
 #[test]
 fn a_refill_is_read_whole() {
     explore(3, || {
@@ -82,8 +82,8 @@ fn a_batch_pays_once() {
             let batch = Arc::clone(&batch);
             thread::spawn(move || u64::from(batch.pay(6)) * 6)
         };
-        let paid = u64::from(batch.pay(5)) * 5;
-        let paid = paid + other.join().unwrap();
+        let own = u64::from(batch.pay(5)) * 5;
+        let paid = own + other.join().unwrap();
         batch.fill(1);
         assert_eq!(paid + batch.take(100), 11);
     });

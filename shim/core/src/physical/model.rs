@@ -1,4 +1,4 @@
-//! The books of physical memory beside a model of the driver.
+//! Compares the list of physical memory with a model of the driver.
 
 use std::boxed::Box;
 use std::collections::BTreeMap;
@@ -9,14 +9,14 @@ use proptest::prelude::*;
 use super::tests::{MIB, Small, export, fresh};
 use super::{Freed, Id, Imported, Mark, Release};
 
-/// The driver's memory: what a real one has, whatever the books say. It hands the lowest free handle out, also while
-/// what that stood for is mapped.
+/// A model of the driver's memory. It hands out the lowest free handle, even while the handle's former memory is still
+/// mapped.
 #[derive(Default)]
 struct Driver {
     objects: Vec<Object>,
-    /// Of a handle, its object and how often it was given out and not released.
+    /// For each handle, its object and how often it was handed out and not released.
     handles: BTreeMap<u64, (usize, u32)>,
-    /// Of a place, the object that it shows.
+    /// For each place, the object that it shows.
     places: BTreeMap<u64, usize>,
     /// Open descriptors, and their objects.
     descriptors: BTreeMap<u64, usize>,
@@ -40,7 +40,7 @@ impl Driver {
         live.map(|object| self.objects[object].bytes).sum()
     }
 
-    /// Another use of an object's handle, or its first.
+    /// Hands out an object's handle, for a further use or for the first.
     fn give_out(&mut self, object: usize) -> u64 {
         if let Some((handle, (_, uses))) =
             self.handles.iter_mut().find(|(_, (of, _))| *of == object)
@@ -59,7 +59,7 @@ impl Driver {
         self.give_out(self.objects.len() - 1)
     }
 
-    /// Memory that still has a handle gets that once more (`true`); memory that is only mapped counts as other memory.
+    /// Imports memory: if it still has a handle, hands that out again (`true`); if it is only mapped, it counts as other memory.
     fn import(&mut self, which: u64) -> (u64, bool) {
         let is_known = |of: &usize| self.objects[*of].foreign == Some(which);
         let mut named = self.handles.values().map(|(of, _)| *of);
@@ -81,7 +81,7 @@ impl Driver {
     }
 }
 
-/// How far a thread is with a call.
+/// A call of a thread, and the step that it has reached.
 enum Call {
     Create {
         bytes: u64,
@@ -120,7 +120,7 @@ enum Call {
     },
 }
 
-/// A program with some threads, the driver, and the books of it.
+/// A program with some threads, its driver, and its list of physical memory.
 struct World {
     driver: Driver,
     memory: Box<Small>,
@@ -130,7 +130,7 @@ struct World {
     mapped: Vec<u64>,
     free: Vec<u64>,
     next_byte: u64,
-    /// Whether the books could not tell memory that they know from other memory.
+    /// Whether known memory could not be distinguished from other memory.
     is_doubtful: bool,
 }
 
@@ -140,7 +140,7 @@ impl World {
         act(&mut self.memory, &mut |freed| *charged -= freed.bytes)
     }
 
-    /// The first half of a call.
+    /// The first step of a call.
     fn begin(&mut self, kind: u8, choice: u64) -> Option<Call> {
         let pick = |list: &mut Vec<u64>| {
             let nth = usize::try_from(choice).unwrap() % list.len().max(1);
@@ -213,7 +213,7 @@ impl World {
         })
     }
 
-    /// The driver does it, or what it did is noted: then the call is over.
+    /// Lets the driver do the call, or notes its result, which ends the call.
     fn go_on(&mut self, call: Call) -> Option<Call> {
         match call {
             Call::Create { handle: None, .. }
@@ -294,7 +294,7 @@ impl World {
         }
     }
 
-    /// The second half of a call that the driver has done.
+    /// The second step of a call, after the driver has done it.
     fn end(&mut self, call: Call) {
         match call {
             Call::Create { bytes, handle } => {
@@ -308,7 +308,7 @@ impl World {
                 let noted = self.note(|memory, freed| memory.import((handle, 0), bytes, 3, freed));
                 if noted.unwrap() == Imported::New {
                     self.charged += bytes;
-                    // Where it is memory that was known, that is charged twice until its uses of before have ended.
+                    // If the memory was known, it is charged twice until its earlier uses have ended.
                     self.is_doubtful |= is_known;
                 }
                 self.owned.push(handle);
@@ -350,7 +350,7 @@ impl World {
         }
     }
 
-    /// Looks at a descriptor.
+    /// Checks a descriptor.
     fn close_one(&mut self, of_all: bool) -> bool {
         let Some(export) = self.memory.next_export(of_all) else {
             return false;
@@ -364,8 +364,8 @@ impl World {
 }
 
 proptest! {
-    /// Threads call the driver in any order, each half of a call apart: what is charged is never less than what the
-    /// driver has, and exactly that when no call is under way and every handle's memory was known.
+    /// Threads do the steps of their calls in any order. The charge is never less than what the driver has, and exactly that
+    /// if no call is in progress and every handle's memory was known.
     #[test]
     fn what_is_charged_covers_what_the_driver_has(
         acts in prop::collection::vec((0usize..4, 0u8..10, 0u64..64), 0..300),
@@ -381,7 +381,7 @@ proptest! {
             is_doubtful: false,
         };
         let mut threads: [Option<Call>; 4] = [const { None }; 4];
-        // What is imported is charged when the driver has said how much it is.
+        // An import is charged when its size is known.
         let arriving = |threads: &[Option<Call>; 4]| -> u64 {
             let bytes = |call: &Option<Call>| match call {
                 Some(Call::Import { which, handle: Some(_) }) => (which + 1) * MIB,
@@ -411,7 +411,7 @@ proptest! {
                 *thread = world.go_on(call);
             }
         }
-        // Until as many in turn as there can be were not closed.
+        // Until as many as there can be were checked in turn and not closed.
         let mut open = 0;
         while world.memory.has_exports() && open < 8 {
             open = if world.close_one(true) { 0 } else { open + 1 };

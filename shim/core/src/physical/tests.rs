@@ -1,7 +1,7 @@
 use std::boxed::Box;
 use std::vec::Vec;
 
-use super::{Export, Freed, Full, Imported, Physical};
+use super::{Export, Freed, Imported, MapFull, Physical};
 use crate::map;
 
 pub type Small = Physical<64, 8>;
@@ -52,7 +52,7 @@ fn bind_to(
     handle: u64,
     owner: u64,
     freed: &mut dyn FnMut(Freed),
-) -> Result<(), Full> {
+) -> Result<(), MapFull> {
     if let Some(held) = memory.hold(handle) {
         memory.bind(place, held, 2 * MIB, owner, freed)
     } else {
@@ -83,7 +83,7 @@ fn memory_lives_as_long_as_its_last_use() {
     assert_eq!(unbind(&mut memory, 0x1000), 0);
     assert_eq!(unbind(&mut memory, 0x2000), 4 * MIB);
     assert_eq!(unbind(&mut memory, 0x2000), 0);
-    // The mapping goes first; and a handle retained by its address.
+    // The mapping ends first; and a handle is retained by its address.
     create(&mut memory, 7, 4 * MIB);
     bind(&mut memory, 0x1000, 7);
     let held = memory.shown_at(0x1000).unwrap();
@@ -101,7 +101,7 @@ fn a_range_of_several_mappings_goes_at_once() {
     let start = 0x7000_0000_0000;
     for nth in 0..4 {
         create(&mut memory, 10 + nth, 2 * MIB);
-        // The third is no memory of ours, and not noted.
+        // The third is not noted here.
         let handle = if nth == 2 { 99 } else { 10 + nth };
         bind(&mut memory, start + nth * 2 * MIB, handle);
         release(&mut memory, 10 + nth);
@@ -171,7 +171,7 @@ fn a_place_that_shows_something_else_lets_go() {
     bind(&mut memory, 1, 7);
     release(&mut memory, 7);
     assert_eq!(bind(&mut memory, 1, 8), MIB);
-    // The same again is not its end.
+    // A second time has no effect.
     assert_eq!(bind(&mut memory, 1, 8), 0);
     release(&mut memory, 8);
     let shown = memory.shown_at(1 + MIB).unwrap();
@@ -189,7 +189,7 @@ fn without_room_nothing_is_given_back_early() {
         .take_while(|&handle| memory.create(handle, MIB, 3, &mut |_| ()).is_ok())
         .count();
     assert_eq!(noted, 56);
-    assert_eq!(memory.create(90, MIB, 3, &mut |_| ()), Err(Full));
+    assert_eq!(memory.create(90, MIB, 3, &mut |_| ()), Err(MapFull));
     assert_eq!(release(&mut memory, 90), 0);
     // A mapping that cannot be noted keeps its memory.
     let bound = (1..=100u64)
@@ -243,7 +243,7 @@ fn what_others_do_during_a_release_is_their_own() {
     assert_eq!(release(&mut memory, 7), 2 * MIB);
 }
 
-/// Of two releases of two uses, the driver does one later than the other's end is noted.
+/// Two releases end two uses; the driver does one of them after the end of the other one is noted.
 #[test]
 fn memory_is_charged_until_its_last_release_is_done() {
     let mut memory = fresh();
@@ -260,7 +260,7 @@ fn memory_is_charged_until_its_last_release_is_done() {
     assert_eq!(sum, MIB);
 }
 
-/// A release that is noted late is of the time before, although the handle stands for the same memory as then.
+/// A release that is noted late belongs to the earlier life of the handle, even if it stands for the same memory again.
 #[test]
 fn a_handle_that_stands_for_its_memory_again_is_another() {
     let mut memory = fresh();
@@ -269,10 +269,10 @@ fn a_handle_that_stands_for_its_memory_again_is_another() {
     let held = memory.hold(7).unwrap();
     memory.bind(1, held, MIB, 0, &mut none).unwrap();
     let first = memory.begin_release(7);
-    // The driver has done it, and hands 7 out for other memory.
+    // The driver has done it, and reuses 7 for other memory.
     create(&mut memory, 7, 2 * MIB);
     let second = memory.begin_release(7);
-    // The driver has done that, too. Now what the place shows is retained, and 7 is free.
+    // The driver has done that too. Now the memory at the place is retained, and 7 is free.
     let held = memory.hold_id(memory.shown_at(1).unwrap()).unwrap();
     memory.name(7, held, &mut none).unwrap();
     memory.end_release(&first, true, &mut none);
@@ -285,12 +285,12 @@ fn a_handle_that_stands_for_its_memory_again_is_another() {
     assert_eq!(release(&mut memory, 7), MIB);
 }
 
-/// What another process exported is imported by two threads at once, under one handle.
+/// Two threads import the same memory of another process at the same time, under one handle.
 #[test]
 fn two_imports_at_once_are_two_uses() {
     let mut memory = fresh();
     let mut none = |freed| panic!("{freed:?}");
-    // Both found that the handle was not known.
+    // Both found that the handle is unknown.
     for noted in [Imported::New, Imported::Again] {
         let imported = memory.import((7, 0), MIB, 3, &mut none);
         assert_eq!(imported, Ok(noted));
@@ -310,7 +310,7 @@ fn two_imports_at_once_are_two_uses() {
     assert_eq!(release(&mut memory, 7), 4 * MIB);
 }
 
-/// The driver hands a handle out while what it stood for before is still mapped.
+/// The driver reuses a handle while its former memory is still mapped.
 #[test]
 fn a_mapping_outlives_its_handle() {
     let mut memory = fresh();
@@ -379,7 +379,7 @@ fn an_open_descriptor_keeps_memory() {
     assert!(!memory.has_left() && !memory.has_exports());
 }
 
-/// A range of addresses is unmapped and mapped anew before it is noted.
+/// A range of addresses is unmapped and mapped again before the unmapping is noted.
 #[test]
 fn what_is_mapped_after_an_unmap_stays() {
     let mut memory = fresh();
@@ -399,7 +399,7 @@ fn what_is_mapped_after_an_unmap_stays() {
     assert_eq!((sum, memory.shown_at(0x20_0000)), (0, memory.id_of(8)));
 }
 
-/// A handle is released while another name of its memory lives, and handed out again for other memory.
+/// A handle is released while another handle of its memory exists, and is reused for other memory.
 #[test]
 fn memory_with_another_name_outlives_its_handle() {
     let mut memory = fresh();

@@ -35,7 +35,7 @@ export! {
     fn cuMipmappedArrayGetMemoryRequirements(to: *mut Requirements, mipmap: Handle, of: i32) {
         device(of)?;
         let mipmap = Object::<Mipmap>::find(mipmap)?;
-        // Each level is in blocks of its own.
+        // Each level has its own blocks.
         let mut bytes = 0;
         for level in &mipmap.levels {
             bytes += required_bytes(level.0)?.next_multiple_of(BLOCK);

@@ -34,7 +34,7 @@ unsafe fn now(to: Side, from: Side, bytes: usize) -> Result<(), Code> {
 /// Copies in the order of a stream.
 ///
 /// # Safety
-/// As [`Move::run`], until the stream gets there.
+/// As [`Move::run`], until the stream has done it.
 unsafe fn later(to: Side, from: Side, bytes: usize, stream: Handle) -> Result<(), Code> {
     // SAFETY: the caller's contract.
     let stream = unsafe { stream::find(stream)? };
@@ -61,7 +61,7 @@ unsafe fn box_now(copy: &Copy3) -> Result<(), Code> {
 /// Copies a box in the order of a stream.
 ///
 /// # Safety
-/// As [`BoxMove::run`], until the stream gets there.
+/// As [`BoxMove::run`], until the stream has done it.
 unsafe fn box_later(copy: &Copy3, stream: Handle) -> Result<(), Code> {
     // SAFETY: the caller's contract.
     let stream = unsafe { stream::find(stream)? };

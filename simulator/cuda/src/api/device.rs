@@ -37,7 +37,7 @@ export! {
     }
     fn cuDeviceGetUuid(uuid: *mut [u8; 16], of: i32) { put(uuid, device(of)?.state.uuid) }
     fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], of: i32) {
-        // cuda.h: the UUID of a MIG device, where the first version has its GPU's.
+        // cuda.h: the UUID of the MIG device. The first version returns its GPU's.
         let device = device(of)?;
         put(uuid, device.partition.map_or(device.state.uuid, |it| it.uuid))
     }

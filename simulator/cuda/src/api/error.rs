@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_char};
 use crate::code::{self, Code, Row};
 use crate::export::put;
 
-/// Writes one column of a code's row, or null where there is no such code.
+/// Writes one column of a code's row, or null if there is no such code.
 ///
 /// # Safety
 /// `to` is null or valid for a write.

@@ -19,7 +19,7 @@ export! {
     }
     fn cuDeviceGraphMemTrim(of: i32) {
         let device = device(of)?;
-        // Locked until the GPU has it back: nobody is told that the pool has less before.
+        // Locked until the GPU has it back, so that no query sees a smaller pool before that.
         let mut pool = device.graph_pool();
         device.release(pool.trim());
         Ok(())

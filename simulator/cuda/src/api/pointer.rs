@@ -10,7 +10,7 @@ use crate::lifecycle;
 use crate::object::{Handle, Object};
 use crate::space::{MemoryKind, Region, containing, regions};
 
-/// The context of a region where that is the GPU's primary context; null for other contexts.
+/// The context of a region if it is the GPU's primary context; null for other contexts.
 fn context_of(region: &Region) -> Handle {
     let primary = device(region.device)
         .and_then(lifecycle::primary)

@@ -1,5 +1,5 @@
-//! What gives a process access to MIG instances: files below `/proc/driver/nvidia/capabilities`, and the device nodes whose
-//! numbers they contain.
+//! The capabilities that give a process access to MIG instances: files below `/proc/driver/nvidia/capabilities`, and the
+//! device nodes whose numbers they contain.
 //!
 //! Paths, numbers and modes are those of NVIDIA's MIG User Guide, "Device Nodes and Capabilities", and of `nv_caps.c` in
 //! NVIDIA's open kernel modules.
@@ -14,7 +14,7 @@ pub const MAJOR: u32 = 508;
 pub const GPU_INSTANCES: usize = 15;
 /// Compute instances of a GPU instance: ids 0 to 7.
 pub const COMPUTE_INSTANCES: usize = 8;
-/// GPUs that have numbers.
+/// The number of GPUs that have capability numbers.
 const GPUS: u32 = 32;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Capability {
     /// The minor number of its device node.
     #[must_use]
     pub fn minor(self) -> u32 {
-        // A GPU instance has a number, and each of its 8 compute instances.
+        // A GPU instance has a number, and so has each of its 8 compute instances.
         let first = |gpu: u32, instance: u32| 3 + (gpu * 15 + instance) * 9;
         match self {
             Self::Config => 1,
@@ -105,7 +105,7 @@ pub struct Rights<'a> {
 }
 
 impl<'a> Rights<'a> {
-    /// Those of this process below `root`. `CAP_SYS_ADMIN` gives all rights, as in the real driver.
+    /// The rights of this process below `root`. `CAP_SYS_ADMIN` gives all rights, as in the real driver.
     #[must_use]
     pub fn of_this_process(root: &'a DriverRoot) -> Self {
         Self {

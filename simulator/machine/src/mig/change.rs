@@ -1,7 +1,7 @@
 //! Creation and destruction of MIG instances, and the entry of processes.
 //!
-//! Instances change under the GPU's lock. Only the daemon creates and destroys them. A process takes its place in a compute
-//! instance under the same lock, so that an instance is never destroyed while a process gets into it.
+//! Instances change under the GPU's lock. Only the daemon creates and destroys them. A process enters a compute instance
+//! under the same lock, so that an instance is never destroyed while a process enters it.
 
 use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -37,13 +37,13 @@ pub enum InstanceError {
 }
 
 impl Shared {
-    /// A GPU, locked. For the daemon.
+    /// Locks a GPU. For the daemon.
     fn locked(&self, gpu: usize) -> Result<(&GpuState, Guard<'_>), InstanceError> {
         let state = self.gpus().get(gpu).ok_or(InstanceError::NotFound)?;
         Ok((state, self.daemon_lock(gpu)))
     }
 
-    /// Creates a GPU instance with the profile `kind`, at `start` or where the driver chooses; its id. For the daemon.
+    /// Creates a GPU instance with the profile `kind`, at `start` or where the driver chooses; returns its id. For the daemon.
     pub fn create_gpu_instance(
         &self,
         gpu: usize,
@@ -61,8 +61,8 @@ impl Shared {
             Some(start) if !profile.starts.contains(&start) => return Err(InstanceError::Invalid),
             Some(start) => Some(start).filter(|it| rules::fits(model, &placed, profile, *it)),
             None => rules::choose(model, &placed, profile),
-        };
-        let start = start.ok_or(InstanceError::InsufficientResources)?;
+        }
+        .ok_or(InstanceError::InsufficientResources)?;
         let id = profile.instance_id(model.whole(), start);
         let it = &state.instances[id as usize];
         it.kind.store(kind, Ordering::Relaxed);
@@ -87,7 +87,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Creates a compute instance with the profile `kind` in a GPU instance; its id. For the daemon.
+    /// Creates a compute instance with the profile `kind` in a GPU instance; returns its id. For the daemon.
     pub fn create_compute_instance(
         &self,
         gpu: usize,
@@ -99,19 +99,25 @@ impl Shared {
         let model = state.model().ok_or(InstanceError::NotSupported)?;
         let found = state.gpu_instance(instance as usize);
         let of = found.ok_or(InstanceError::NotFound)?;
-        let mut profiles = model.compute_profiles(of.profile).into_iter();
-        let profile = profiles.find(|profile| profile.kind == kind);
-        let profile = profile.ok_or(InstanceError::NotSupported)?;
+        let profile = model
+            .compute_profiles(of.profile)
+            .into_iter()
+            .find(|profile| profile.kind == kind)
+            .ok_or(InstanceError::NotSupported)?;
         if start.is_some_and(|start| profile.starts().all(|it| it != start)) {
             return Err(InstanceError::Invalid);
         }
-        let mut free = state.free_compute_placements(of, &profile).into_iter();
-        let start = free.find(|it| start.is_none_or(|start| start == *it));
-        let start = start.ok_or(InstanceError::InsufficientResources)?;
+        let start = state
+            .free_compute_placements(of, &profile)
+            .into_iter()
+            .find(|it| start.is_none_or(|start| start == *it))
+            .ok_or(InstanceError::InsufficientResources)?;
         let words = &state.instances[instance as usize].compute;
         let is_free = |it: &ComputeInstance| it.serial.load(Ordering::Relaxed) == 0;
-        let id = words.iter().position(is_free);
-        let id = id.ok_or(InstanceError::InsufficientResources)?;
+        let id = words
+            .iter()
+            .position(is_free)
+            .ok_or(InstanceError::InsufficientResources)?;
         let it = &words[id];
         let serial = self.next_serial();
         let uuid = mig_uuid(&state.uuid, instance, serial);
@@ -153,7 +159,7 @@ impl Shared {
         let words = &state.instances[place.instance].compute[place.compute];
         words.serial.store(0, Ordering::Release);
         let slices = state.model().map_or(1, |model| model.whole().slices);
-        // What has run on the GPU stays counted.
+        // The time that its kernels ran on the GPU stays counted.
         state
             .turns
             .add_ran(words.turns.ran() * u64::from(it.profile.slices) / u64::from(slices));
@@ -226,7 +232,7 @@ impl Shared {
     }
 }
 
-/// The UUID of a new compute instance, in the form of drivers' (version 5).
+/// The UUID of a new compute instance, in the form that drivers use (version 5).
 fn mig_uuid(gpu: &[u8; 16], instance: u32, serial: u64) -> [u8; 16] {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let nanos = now.map_or(0, |now| now.as_nanos());
@@ -251,7 +257,7 @@ mod tests {
         page
     }
 
-    /// A GPU instance and its whole compute instance: where they are.
+    /// Creates a GPU instance and a compute instance of all of it; returns the partition.
     fn make(page: &Shared, kind: u32) -> Partition {
         let instance = page.create_gpu_instance(0, kind, None).unwrap();
         let of = page.gpus[0].gpu_instance(instance as usize).unwrap();

@@ -61,8 +61,8 @@ pub struct GpuProfile {
     pub memory_mib: u64,
     /// Places of the GPU's memory that an instance takes.
     pub size: u32,
-    /// The first of these places, for each possible placement, in the order in which the driver tries them for an instance
-    /// that nobody has placed.
+    /// The first of these places, for each possible placement, in the order in which the driver tries them if the caller
+    /// does not choose one.
     pub starts: &'static [u32],
 }
 
@@ -143,7 +143,7 @@ const fn row(
 }
 
 type Places = (&'static [u32], u32);
-// Of GPUs with eight memory slices and seven compute slices. The order follows from the ids in the guide's examples and in
+// For GPUs with eight memory slices and seven compute slices. The order follows from the ids in the guide's examples and in
 // published logs: instances of 1g get the ids 13, 11, 12, 7, 8, 9, 10, those of 2g 5, 3, 4 and those of 3g 2, 1.
 const SEVENTH: Places = (&[6, 4, 5, 0, 1, 2, 3], 1);
 const WIDE_SEVENTH: Places = (&[4, 0, 2, 6], 2);
@@ -151,11 +151,11 @@ const TWO_SEVENTHS: Places = (&[4, 0, 2], 2);
 const THREE_SEVENTHS: Places = (&[4, 0], 4);
 const FOUR_SEVENTHS: Places = (&[0], 4);
 const ALL_OF_8: Places = (&[0], 8);
-// Of the A30, which has four of each.
+// For the A30, which has four of each.
 const QUARTER: Places = (&[0, 1, 2, 3], 1);
 const HALF: Places = (&[0, 2], 2);
 const ALL_OF_4: Places = (&[0], 4);
-// Of the RTX PRO 6000, whose memory has twelve places.
+// For the RTX PRO 6000, whose memory has twelve places.
 const QUARTER_OF_12: Places = (&[0, 3, 6, 9], 3);
 const HALF_OF_12: Places = (&[0, 6], 6);
 const ALL_OF_12: Places = (&[0], 12);
@@ -350,8 +350,8 @@ impl GpuProfile {
         matches!(self.kind, SLICE_1_GFX | SLICE_2_GFX | SLICE_4_GFX)
     }
 
-    /// The id that a GPU instance gets at `start`. Each placement has an id of its own, so that an instance which is made
-    /// again at the same place has the same id: 0 for the whole GPU, 1 and 2 for its halves, 3 to 6 for its quarters and 7
+    /// The id that a GPU instance gets at `start`. Each placement has its own id, so an instance that is made again at the
+    /// same place has the same id: 0 for the whole GPU, 1 and 2 for its halves, 3 to 6 for its quarters and 7
     /// to 14 for its eighths. On real GPUs, the place of an id also depends on which units of the chip are switched off.
     #[must_use]
     pub fn instance_id(&self, whole: &Self, start: u32) -> u32 {

@@ -1,4 +1,4 @@
-//! Which instances fit beside those that exist.
+//! Which further instances fit on a GPU.
 
 use super::model::{ComputeProfile, Engines, GpuProfile, Model};
 
@@ -52,7 +52,7 @@ pub fn fits(
         && left(model, &with).is_some()
 }
 
-/// Where the driver places a GPU instance that nobody has placed.
+/// Where the driver places a GPU instance if the caller does not choose.
 #[must_use]
 pub fn choose(
     model: &'static Model,
@@ -66,7 +66,7 @@ pub fn choose(
 /// How many more GPU instances of `profile` can be made.
 #[must_use]
 pub fn remaining(model: &'static Model, placed: &[Placed], profile: &'static GpuProfile) -> u32 {
-    // Placements of one profile do not overlap, so that any order gives the same number.
+    // Placements of one profile do not overlap, so any order gives the same number.
     let mut placed = placed.to_vec();
     let mut count = 0;
     while let Some(start) = choose(model, &placed, profile) {

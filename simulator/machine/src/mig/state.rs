@@ -1,4 +1,4 @@
-//! The MIG instances of the shared page, and what they are at one moment. [`super::change`] creates and destroys them.
+//! The MIG instances of the shared page, as they are at one moment. [`super::change`] creates and destroys them.
 
 use std::sync::atomic::Ordering;
 
@@ -87,7 +87,7 @@ impl ProcessSlot {
 }
 
 impl GpuState {
-    /// The GPU's MIG geometry; `None` where it has no MIG modes.
+    /// The GPU's MIG geometry; `None` if it has no MIG modes.
     #[must_use]
     pub fn model(&self) -> Option<&'static Model> {
         Model::of_number(self.mig_model)

@@ -1,4 +1,4 @@
-//! The words of the shared page that say which MIG instances there are.
+//! The words of the shared page that describe the existing MIG instances.
 
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
@@ -9,7 +9,7 @@ use crate::turns::Turns;
 #[derive(Debug)]
 #[repr(C)]
 pub struct GpuInstance {
-    /// A number that no other instance of this page has or had; 0 where there is no instance.
+    /// A number that no other instance of this page has or had; 0 if there is no instance.
     pub(crate) serial: AtomicU64,
     /// [`super::model::GpuProfile::kind`].
     pub(crate) kind: AtomicU32,

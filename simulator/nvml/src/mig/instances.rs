@@ -45,9 +45,12 @@ fn compute_handle(gpu: usize, it: ComputeInstanceView) -> nvmlComputeInstance_t 
 pub fn gpu_instance(of: nvmlGpuInstance_t) -> Result<(Device, GpuInstanceView), Code> {
     let target = target_of(of.cast(), Kind::GpuInstance).ok_or(Code::INVALID_ARGUMENT)?;
     let device = device_at(target.gpu)?;
-    let found = device.state.gpu_instance(target.instance);
-    let found = found.filter(|it| it.serial == target.serial);
-    Ok((device, found.ok_or(Code::INVALID_ARGUMENT)?))
+    let found = device
+        .state
+        .gpu_instance(target.instance)
+        .filter(|it| it.serial == target.serial)
+        .ok_or(Code::INVALID_ARGUMENT)?;
+    Ok((device, found))
 }
 
 /// The compute instance of a handle.
@@ -88,7 +91,7 @@ fn create_compute_instance(
     Ok(compute_handle(device.gpu, found.ok_or(Code::UNKNOWN)?))
 }
 
-/// Writes a list that has the room for every instance of its profile (nvml.h).
+/// Writes a list with room for every instance of its profile (nvml.h).
 ///
 /// # Safety
 /// `count` is null or valid; `to` is null or valid for every entry of `list`.

@@ -29,7 +29,7 @@ fn name<const N: usize>(profile: &str) -> [c_char; N] {
     characters(&format!("MIG {profile}"))
 }
 
-/// Fills a struct of GPU instance profiles, whose versions have these fields and some of their own.
+/// Fills a struct of GPU instance profiles, whose versions have these fields and some additional ones.
 macro_rules! gpu_info {
     ($of:ident as $info:ident { $($own:tt)* }) => {
         $info {
@@ -115,7 +115,7 @@ fn compute_v3(of: &GpuProfile, it: &ComputeProfile) -> nvmlComputeInstanceProfil
     })
 }
 
-/// The profile with NVML's number `kind` of a GPU. As NVIDIA's, it answers in both MIG modes.
+/// A GPU's profile with NVML's number `kind`. Like NVIDIA's function, it answers in both MIG modes.
 fn gpu_profile(of: nvmlDevice_t, kind: u32) -> Result<&'static GpuProfile, Code> {
     model(device(of)?)?.profile(kind).ok_or(Code::NOT_SUPPORTED)
 }

@@ -198,7 +198,7 @@ impl Drop for Machine {
     }
 }
 
-/// A running CUDA program that carries out commands, one per line.
+/// A running CUDA program that executes commands, one per line.
 pub struct Program {
     pub child: Child,
     input: Option<ChildStdin>,
@@ -206,7 +206,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Sends a command; its answer.
+    /// Sends a command; returns its answer.
     pub fn ask(&mut self, line: &str) -> String {
         writeln!(self.input.as_mut().unwrap(), "{line}").unwrap();
         self.answer()

@@ -1,4 +1,4 @@
-//! The CUDA program: reads commands from its input, carries them out through cudarc, and writes `=> ` and the result.
+//! The CUDA program: reads commands from its input, executes them through cudarc, and writes `=> ` and the result.
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString};

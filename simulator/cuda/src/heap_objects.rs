@@ -1,7 +1,7 @@
 //! Memory of a GPU's heap that `dma-buf`s keep.
 //!
-//! A memory object is an allocation of whole blocks, or a block that several share. It is charged until it is freed and no
-//! `dma-buf` keeps it. What is allocated at its addresses afterwards is another object.
+//! A memory object is an allocation of whole blocks, or a block that several allocations share. It is charged until it is
+//! freed and no `dma-buf` keeps it. A later allocation at its addresses is another object.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -13,9 +13,9 @@ struct Object {
     device: i32,
     start: u64,
     bytes: u64,
-    /// `dma-buf`s of it.
+    /// The number of `dma-buf`s that keep it.
     holders: u32,
-    /// Whether it was freed, and only they keep it.
+    /// Whether it was freed, so that only `dma-buf`s keep it.
     is_freed: bool,
 }
 
@@ -25,7 +25,7 @@ fn objects() -> MutexGuard<'static, BTreeMap<u64, Object>> {
     OBJECTS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Holds the object that begins at `start` and was not freed; its number.
+/// Holds the object that begins at `start` and was not freed; returns its number.
 pub fn hold(device: i32, start: u64, bytes: u64) -> u64 {
     let mut objects = objects();
     let is_it = |it: &Object| (it.device, it.start, it.is_freed) == (device, start, false);
@@ -45,7 +45,7 @@ pub fn hold(device: i32, start: u64, bytes: u64) -> u64 {
     number
 }
 
-/// Ends what [`hold`] began.
+/// Ends a hold by [`hold`].
 pub fn let_go(number: u64) {
     let mut objects = objects();
     let Some(object) = objects.get_mut(&number) else {

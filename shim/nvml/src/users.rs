@@ -6,13 +6,13 @@ use tranche_shim_core::GpuUuid;
 use tranche_shim_core::layout::SLOTS;
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::{accounts, shares};
+use tranche_shim_runtime::{accounts, container_shares};
 
 use crate::abi::{Device, Plain, Return};
 use crate::buffer::Buffer;
 use crate::driver::{index, typed};
 
-/// The GPU of a handle, from whichever call the program got it.
+/// The GPU of a handle, which the program may have from any call.
 pub fn identify(device: Device) -> Option<GpuUuid> {
     let mut text = [0u8; 96];
     let real = typed::<unsafe extern "C" fn(Device, *mut c_char, c_uint) -> Return>(
@@ -25,8 +25,8 @@ pub fn identify(device: Device) -> Option<GpuUuid> {
     GpuUuid::parse(text.to_str().ok()?)
 }
 
-/// A GPU without a share. Where it is in MIG mode the container has a partition of it, and the driver, too, refuses what
-/// concerns all of it to whoever has no more than that.
+/// Refuses a GPU without a share. If the GPU is in MIG mode, the container may have a partition of it; then the driver too
+/// refuses queries about the whole GPU, and no message is written.
 pub fn refuse(device: Device, gpu: GpuUuid) -> Refused {
     let real = typed::<unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> Return>(
         index::nvmlDeviceGetMigMode,
@@ -37,13 +37,13 @@ pub fn refuse(device: Device, gpu: GpuUuid) -> Refused {
     if result == Return::SUCCESS && current == 1 {
         return Refused;
     }
-    shares::refuse_gpu(gpu)
+    container_shares::refuse_gpu(gpu)
 }
 
 /// One process of the container's shares.
 #[derive(Clone, Copy)]
 pub struct Process {
-    /// In its own PID namespace: usually the container's, in which the driver reports it too.
+    /// The PID in its own namespace: usually the container's, in which the driver reports it too.
     pub pid: u32,
     /// Bytes that it holds.
     pub charged: u64,
@@ -70,7 +70,7 @@ impl Users {
             len: 0,
             cores: 0,
         };
-        shares::each(&mut |share| {
+        container_shares::each(&mut |share| {
             if share.gpu == gpu {
                 known = true;
                 capped &= share.limit.is_some();
@@ -90,7 +90,7 @@ impl Users {
         Ok(capped.then_some(users))
     }
 
-    /// A process has one slot in each share of the GPU.
+    /// Adds a process, or its charge in another share of the GPU.
     fn add(&mut self, pid: u64, charged: u64) {
         let Ok(pid) = u32::try_from(pid) else {
             return;
@@ -106,7 +106,7 @@ impl Users {
         }
     }
 
-    /// The processes that hold memory of the GPU: each process with a context does.
+    /// The processes that hold memory of the GPU, as each process with a context does.
     pub fn holders(&self) -> impl Iterator<Item = Process> {
         self.processes
             .seen(self.len)

@@ -1,5 +1,5 @@
-//! Allocates from a pool or from the graphs' memory: reserves by how much it may grow, asks the driver, and charges by
-//! how much it grew.
+//! Allocates from a pool or from the graphs' memory: reserves the most by which the pool may grow, asks the driver, and
+//! charges by how much it grew.
 //!
 //! ```text
 //!  reserve the allocation, rounded up ─► driver ─► what has the pool now? ─► charge that, give back the rest
@@ -7,50 +7,51 @@
 //!             └─ nothing: trim this process's pools by as much as is missing ─► still full: out of memory
 //! ```
 //!
-//! By how much a pool grows at a time is known after its first growth. That first growth may exceed the charge, if there
-//! is room for the allocation but not for the growth, until the allocation is freed again and the pool is trimmed.
+//! The step by which a pool grows is known after its first growth. If there is room for the allocation but not for the
+//! first growth, the pool exceeds its charge until the allocation is freed again and the pool is trimmed.
 //!
-//! Graphs work in the same way: their memory nodes share one reserve per device. The driver may grow it when a node is
-//! made or at the first launch. So it is charged with at least the sizes of all memory nodes of all executable graphs,
-//! and a launch needs no check.
+//! Graphs work in the same way: the memory nodes of a device share one pool. The driver may grow it when a node is
+//! created or at the first launch. So at least the sizes of all memory nodes of all executable graphs are charged, and a
+//! launch needs no check.
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::Kept;
-use tranche_shim_core::kept::{MOST_STEP, OnItsWay};
+use tranche_shim_core::PoolCharge;
 use tranche_shim_core::physical::Id;
+use tranche_shim_core::pool_charge::{MOST_STEP, PendingAllocation};
 
 use crate::abi::{CUmemoryPool, CUresult};
 use crate::charge::Reserved;
+use crate::device::{Device, Residence};
 use crate::driver::Call;
+use crate::driver_pools::State;
 use crate::process::Process;
-use crate::reserves::State;
 use crate::settle::{self, Query, entry};
-use crate::share::{Device, Residence};
 
-/// A reserve that something is allocated from.
+/// Allocates from one pool.
 #[derive(Clone, Copy)]
-pub struct Source {
+pub struct PoolAllocator {
     pub process: &'static Process,
     pub device: &'static Device,
     place: usize,
 }
 
-impl Source {
+impl PoolAllocator {
     /// The graphs of a device.
     pub fn graphs(process: &'static Process, device: &'static Device) -> Result<Self, CUresult> {
         Self::of_device(State::Graphs, process, device)
     }
 
-    /// What the driver keeps for a device beside its pools. It can be asked about graphs, not about modules.
+    /// The memory that the driver keeps for a device beside its pools. The driver can be asked about graphs, but not about
+    /// modules.
     pub fn of_device(
         state: State,
         process: &'static Process,
         device: &'static Device,
     ) -> Result<Self, CUresult> {
         let place = process
-            .reserves
-            .with(|reserves| reserves.of_device(state, device.number));
+            .driver_pools
+            .with(|pools| pools.of_device(state, device.number));
         match state {
             State::Modules | State::Code => Self::new(process, device, place),
             _ => Self::at(process, device, place),
@@ -64,18 +65,18 @@ impl Source {
         pool: CUmemoryPool,
     ) -> Result<Self, CUresult> {
         let place = process
-            .reserves
-            .with(|reserves| reserves.of_pool(pool, device.number));
+            .driver_pools
+            .with(|pools| pools.of_pool(pool, device.number));
         Self::at(process, device, place)
     }
 
-    /// The reserve at a place, which the driver can be asked about.
+    /// The pool at a place, about which the driver can be asked.
     pub fn at(
         process: &'static Process,
         device: &'static Device,
         place: Option<usize>,
     ) -> Result<Self, CUresult> {
-        process.has_reserves.store(true, Ordering::Relaxed);
+        process.has_driver_pools.store(true, Ordering::Relaxed);
         Self::new(process, device, place)
     }
 
@@ -91,43 +92,43 @@ impl Source {
         })
     }
 
-    /// A table's entry for an allocation of `bytes` of it.
+    /// A table's entry for an allocation of `bytes` from the pool.
     pub fn entry(self, bytes: u64) -> tranche_shim_core::Entry {
         entry(self.device.number, self.place, self.device.taken_by(bytes))
     }
 
-    /// A table's entry for the reserve itself.
+    /// A table's entry for the pool itself.
     pub fn own_entry(self) -> tranche_shim_core::Entry {
         entry(self.device.number, self.place, 0)
     }
 
-    /// Holds what a pool's descriptors keep of it, for one more of them.
+    /// Holds the memory that the pool's descriptors keep, for one more descriptor.
     pub fn hold_exported(self) -> Option<Id> {
         settle::hold_exported(self.process, self.place)
     }
 
-    fn with<R>(self, note: impl FnOnce(&mut Kept) -> R) -> Option<R> {
+    fn with<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
         self.process
-            .reserves
-            .with(|reserves| reserves.get(self.place).map(|found| note(&mut found.kept)))
+            .driver_pools
+            .with(|pools| pools.get(self.place).map(|found| note(&mut found.charge)))
     }
 
-    /// Reserves for `bytes` more, asks the driver, and charges the result. Where the driver
-    /// took more than there is room for, `undo` is called.
+    /// Reserves for `bytes` more, calls the driver, and charges the result. Calls `undo` if the driver took more than
+    /// there is room for.
     pub fn grow(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
-        let way = match self.begin(self.device.taken_by(bytes)) {
-            Ok(way) => way,
+        let allocation = match self.begin(self.device.taken_by(bytes)) {
+            Ok(allocation) => allocation,
             Err(code) => return code,
         };
         let result = driver.make();
-        let is_covered = self.arrive(way);
+        let is_covered = self.finish(allocation);
         if result.is_ok() && is_covered {
             return result;
         }
         if result.is_ok() {
             undo.make();
         }
-        self.with(|kept| kept.undo(way));
+        self.with(|charge| charge.undo(allocation));
         if !is_covered && let Some(query) = Query::begin(self.process, self.place) {
             settle::trim_one(self.process, self.place, query, 0);
         }
@@ -138,12 +139,13 @@ impl Source {
         }
     }
 
-    /// Reserves for an allocation of so many bytes (whole blocks), or claims what the reserve has.
-    fn begin(self, bytes: u64) -> Result<OnItsWay, CUresult> {
+    /// Reserves for an allocation of so many bytes (whole blocks), or claims what the pool has.
+    fn begin(self, bytes: u64) -> Result<PendingAllocation, CUresult> {
         let (process, device) = (self.process, self.device);
-        let unknown = |kept: &mut Kept| (kept.growth_of(bytes, MOST_STEP), kept.has_grown());
+        let unknown =
+            |charge: &mut PoolCharge| (charge.growth_of(bytes, MOST_STEP), charge.has_grown());
         let (most, has_grown) = self.with(unknown).ok_or(CUresult::OUT_OF_MEMORY)?;
-        // By how much a reserve grows is unknown until it has grown once.
+        // The step of a pool is unknown until it has grown once.
         let least = if has_grown { most } else { bytes };
         if bytes > process.limit(device, Residence::Gpu) {
             return Err(process.refuse(device));
@@ -151,8 +153,8 @@ impl Source {
         if let Some(reserved) = process.reserve_what_is_free(device, Residence::Gpu, least, most) {
             return self.begin_with(bytes, reserved);
         }
-        if let Some(way) = self.claim(bytes) {
-            return Ok(way);
+        if let Some(allocation) = self.claim(bytes) {
+            return Ok(allocation);
         }
         let granted = process
             .reserve_by_trimming(device, Residence::Gpu, least, most)
@@ -163,22 +165,24 @@ impl Source {
         }
     }
 
-    fn begin_with(self, bytes: u64, reserved: u64) -> Result<OnItsWay, CUresult> {
-        self.with(|kept| kept.begin(bytes, reserved))
+    fn begin_with(self, bytes: u64, reserved: u64) -> Result<PendingAllocation, CUresult> {
+        self.with(|charge| charge.begin(bytes, reserved))
             .ok_or_else(|| {
                 self.process.release(self.device, reserved);
                 CUresult::OUT_OF_MEMORY
             })
     }
 
-    /// What the pool has and does not use, also in blocks that it uses in part.
-    fn claim(self, bytes: u64) -> Option<OnItsWay> {
+    /// Claims what the pool has and does not use, also in blocks that it uses partly.
+    fn claim(self, bytes: u64) -> Option<PendingAllocation> {
         let query = Query::begin(self.process, self.place)?;
         let (seen, asked) = (query.version, query.ask_both());
-        query.end(|kept| kept.claim(seen, asked?, bytes)).flatten()
+        query
+            .end(|charge| charge.claim(seen, asked?, bytes))
+            .flatten()
     }
 
-    /// The allocation alone, for which the driver says that the pool has room.
+    /// Reserves the allocation without growth, if the driver says that the pool has room for it.
     fn reserve_beside_unused(self, bytes: u64) -> Option<u64> {
         let query = Query::begin(self.process, self.place)?;
         let has_unused = query.has_unused(bytes);
@@ -191,44 +195,45 @@ impl Source {
     }
 
     /// Charges the result of an allocation; returns whether there was room for it.
-    fn arrive(self, way: OnItsWay) -> bool {
+    fn finish(self, allocation: PendingAllocation) -> bool {
         let (process, device) = (self.process, self.device);
-        let arrived = settle::ask_until_noted(process, self.place, |kept, _, answer| {
-            kept.arrive(way, answer, device.block, |more| {
-                // Without a search for room in pools: their list is locked.
+        let finished = settle::ask_until_noted(process, self.place, |charge, _, answer| {
+            charge.finish(allocation, answer, device.block, |more| {
+                // Does not search for room in pools, because their list is locked.
                 process
                     .reserve_in_parts(device, Residence::Gpu, more, more)
                     .is_some()
             })
         });
-        if let Some(arrived) = arrived {
-            process.release(device, arrived.surplus);
-            arrived.is_covered
+        if let Some(finished) = finished {
+            process.release(device, finished.surplus);
+            finished.is_covered
         } else {
-            self.with(|kept| kept.arrive_unseen(way));
+            self.with(|charge| charge.finish_unanswered(allocation));
             true
         }
     }
 
-    /// Charges at least `bytes` more from now on, if the driver does what it is asked. What it has
-    /// reserved already counts.
+    /// Raises the floor by `bytes`, if the driver's call succeeds. What is charged beyond the floor counts
+    /// towards it.
     pub fn raise_floor(self, bytes: u64, driver: Call<'_>) -> CUresult {
         let to_blocks = |bytes| self.device.taken_by(bytes);
-        // Before the driver is asked, so that another that raises it meanwhile counts on nothing that this one needs.
-        let missing = self.with(|kept| kept.await_floor(bytes, to_blocks));
-        let missing = missing.unwrap_or(bytes);
+        // Noted before the driver is called, so that a concurrent raise does not rely on what this one needs.
+        let missing = self
+            .with(|charge| charge.await_floor(bytes, to_blocks))
+            .unwrap_or(bytes);
         let reserved = match Reserved::new(self.process, self.device, missing, missing) {
             Ok(reserved) => reserved.keep(),
             Err(code) => {
-                self.with(|kept| kept.abandon_floor(bytes));
+                self.with(|charge| charge.abandon_floor(bytes));
                 settle::settle(self.process, self.place);
                 return code;
             }
         };
-        let way = self.with(|kept| kept.begin_floor(bytes, reserved));
+        let allocation = self.with(|charge| charge.begin_floor(bytes, reserved));
         let result = driver.make();
-        if let Some(way) = way {
-            self.arrive(way);
+        if let Some(allocation) = allocation {
+            self.finish(allocation);
         }
         if !result.is_ok() {
             settle::lower_floor_at(self.process, self.place, bytes);

@@ -7,7 +7,7 @@ use core::ffi::CStr;
 
 use tranche_shim_core::compute::{RefillPage, refill};
 use tranche_shim_core::paths;
-use tranche_shim_core::{AccountPage, CapPage, GpuUuid, PageError, Part, cap, layout};
+use tranche_shim_core::{AccountPage, CapPage, GpuUuid, MessagePart, PageError, cap, layout};
 
 use crate::complain::{Refused, refuse};
 use crate::sys::{Errno, File, NotMapped};
@@ -19,11 +19,11 @@ pub struct Share {
     pub gpu: GpuUuid,
     /// Bytes of device memory it may hold; `None` for a GPU without a cap.
     pub limit: Option<u64>,
-    /// Bytes of them that may be memory which cannot move to the host; `None` for all.
+    /// How many of these bytes may be memory that cannot move to the host; `None` for all.
     pub resident: Option<u64>,
     /// Percent of the GPU's time that it may use; `None` for no limit.
     pub cores: Option<u8>,
-    /// Percent of the GPU's threads of each process, as a client of the GPU's MPS daemon; `None` for a share without MPS.
+    /// Percent of the GPU's threads for each process as a client of the GPU's MPS daemon; `None` for a share without MPS.
     pub mps_threads: Option<u8>,
     /// Bytes of one context, in whole blocks; the share has room for one beside its limit.
     pub context: u64,
@@ -33,7 +33,7 @@ pub struct Share {
     file: File,
 }
 
-/// The name of a share's folder, of any valid length, and a zero.
+/// The name of a share's folder, which ends with a zero.
 #[derive(Clone, Copy, Debug)]
 pub struct Name([u8; 256]);
 
@@ -41,7 +41,7 @@ pub struct Name([u8; 256]);
 pub const BLOCK: u64 = 2 << 20;
 
 /// The remedy for an invalid share, as the end of a message.
-const REMEDY: &[Part<'_>] = &[Part::Text(
+const REMEDY: &[MessagePart<'_>] = &[MessagePart::Text(
     "; the GPU is not used: recreate the pod, and if that does not help, see the log of \
      tranche-kubelet-plugin on its node",
 )];
@@ -49,13 +49,13 @@ const REMEDY: &[Part<'_>] = &[Part::Text(
 /// Calls `visit` with every share, in no particular order. There must be at least one.
 pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), Refused> {
     let unreadable = |Errno(errno)| {
-        let errno = Part::Number(u64::from(errno.unsigned_abs()));
+        let errno = MessagePart::Number(u64::from(errno.unsigned_abs()));
         let why = [
-            Part::Text(": cannot be read (errno "),
+            MessagePart::Text(": cannot be read (errno "),
             errno,
-            Part::Text("): this container has no share of a GPU"),
+            MessagePart::Text("): this container has no share of a GPU"),
         ];
-        refuse(&[&[Part::Text(paths::SHARES)], &why, REMEDY])
+        refuse(&[&[MessagePart::Text(paths::SHARES)], &why, REMEDY])
     };
     let mut count = 0;
     let folder =
@@ -67,64 +67,65 @@ pub fn each(visit: &mut dyn FnMut(&Share) -> Result<(), Refused>) -> Result<(), 
         })
         .map_err(unreadable)??;
     if count == 0 {
-        let why = Part::Text(": empty: this container has no share of a GPU");
-        return Err(refuse(&[&[Part::Text(paths::SHARES), why], REMEDY]));
+        let why = MessagePart::Text(": empty: this container has no share of a GPU");
+        return Err(refuse(&[&[MessagePart::Text(paths::SHARES), why], REMEDY]));
     }
     Ok(())
 }
 
-/// A GPU is visible without a share.
+/// Refuses a GPU that is visible but has no share.
 pub fn refuse_gpu(gpu: GpuUuid) -> Refused {
     let text = gpu.text();
-    let name = Part::Text(core::str::from_utf8(&text).unwrap_or("a GPU"));
+    let name = MessagePart::Text(core::str::from_utf8(&text).unwrap_or("a GPU"));
     refuse(&[
         &[
             name,
-            Part::Text(": visible here, but without a page in "),
-            Part::Text(paths::SHARES),
-            Part::Text(" is for it"),
+            MessagePart::Text(": visible here, but without a page in "),
+            MessagePart::Text(paths::SHARES),
         ],
         REMEDY,
     ])
 }
 
-/// No MPS daemon serves a concurrent share, or this process is not its client.
-pub fn refuse_mps(why: &[Part<'_>]) -> Refused {
-    let remedy = Part::Text(
+/// Refuses a concurrent share without a serving MPS daemon, or one whose client this process is not.
+pub fn refuse_mps(why: &[MessagePart<'_>]) -> Refused {
+    let remedy = MessagePart::Text(
         "; the GPU is not used: a daemon that ended is started again within seconds; if this does not help, see the log of tranche-mps on \
          this pod's node",
     );
-    refuse(&[&[Part::Text("MPS: ")], why, &[remedy]])
+    refuse(&[&[MessagePart::Text("MPS: ")], why, &[remedy]])
 }
 
-/// The container has more than the shim supports.
+/// Refuses more shares or GPUs than the shim supports.
 pub fn refuse_too_many() -> Refused {
-    let most = Part::Number(paths::MAX_SHARES as u64);
+    let most = MessagePart::Number(paths::MAX_SHARES as u64);
     refuse(&[
         &[
-            Part::Text(paths::SHARES),
-            Part::Text(": more shares or GPUs than "),
+            MessagePart::Text(paths::SHARES),
+            MessagePart::Text(": more shares or GPUs than "),
             most,
         ],
         REMEDY,
     ])
 }
 
-/// The shim's tables cannot be mapped, or not so that a child process finds them empty.
+/// The shim's tables cannot be mapped, or the kernel cannot wipe them in a child process.
 pub fn refuse_memory(why: NotMapped) -> Refused {
     match why {
         NotMapped::Map(errno) => refuse(&[
             &[
-                Part::Text("no address space for the tables of the GPU's share (mmap: errno "),
+                MessagePart::Text(
+                    "no address space for the tables of the GPU's share (mmap: errno ",
+                ),
                 number(errno),
-                Part::Text(")"),
+                MessagePart::Text(")"),
             ],
             REMEDY,
         ]),
         NotMapped::Advise(errno) => refuse(&[&[
-            Part::Text("this kernel refuses madvise(MADV_WIPEONFORK) (errno "),
+            MessagePart::Text("this kernel refuses madvise(MADV_WIPEONFORK) (errno "),
             number(errno),
-            Part::Text(
+            MessagePart::Text(
                 "), which keeps a child process from using its parent's GPU memory; the GPU is not \
                  used: Linux has it since 4.14, gVisor does not, so run the pod with a runtime class \
                  without a sandbox",
@@ -133,8 +134,8 @@ pub fn refuse_memory(why: NotMapped) -> Refused {
     }
 }
 
-fn number(Errno(errno): Errno) -> Part<'static> {
-    Part::Number(u64::from(errno.unsigned_abs()))
+fn number(Errno(errno): Errno) -> MessagePart<'static> {
+    MessagePart::Number(u64::from(errno.unsigned_abs()))
 }
 
 impl Share {
@@ -143,7 +144,7 @@ impl Share {
         let wrong = |error| name.refuse_page(paths::CAP, error);
         let file = File::open(name.file(paths::CAP).end(), false).map_err(unreadable)?;
         if !file.is_on_read_only_tmpfs().map_err(unreadable)? {
-            let why = Part::Text("must be on a read-only mount of a tmpfs");
+            let why = MessagePart::Text("must be on a read-only mount of a tmpfs");
             return Err(name.refuse(paths::CAP, &[why]));
         }
         let mut page = [0; cap::LEN];
@@ -210,17 +211,17 @@ impl Name {
         path
     }
 
-    fn refuse(&self, file: &str, why: &[Part<'_>]) -> Refused {
+    fn refuse(&self, file: &str, why: &[MessagePart<'_>]) -> Refused {
         let name = core::str::from_utf8(self.bytes()).unwrap_or("?");
-        let slash = Part::Text("/");
+        let slash = MessagePart::Text("/");
         refuse(&[
             &[
-                Part::Text(paths::SHARES),
+                MessagePart::Text(paths::SHARES),
                 slash,
-                Part::Text(name),
+                MessagePart::Text(name),
                 slash,
-                Part::Text(file),
-                Part::Text(": "),
+                MessagePart::Text(file),
+                MessagePart::Text(": "),
             ],
             why,
             REMEDY,
@@ -232,9 +233,9 @@ impl Name {
         self.refuse(
             file,
             &[
-                Part::Text("cannot be read (errno "),
+                MessagePart::Text("cannot be read (errno "),
                 number(errno),
-                Part::Text(")"),
+                MessagePart::Text(")"),
             ],
         )
     }
@@ -248,11 +249,11 @@ impl Name {
         self.refuse(
             file,
             &[
-                Part::Text("cannot be mapped ("),
-                Part::Text(call),
-                Part::Text(": errno "),
+                MessagePart::Text("cannot be mapped ("),
+                MessagePart::Text(call),
+                MessagePart::Text(": errno "),
                 number(errno),
-                Part::Text(")"),
+                MessagePart::Text(")"),
             ],
         )
     }
@@ -265,7 +266,7 @@ impl Name {
     pub fn refuse_immovable(&self) -> Refused {
         self.refuse(
             paths::CAP,
-            &[Part::Text(
+            &[MessagePart::Text(
                 "memory is oversubscribed, but the driver cannot move it here (concurrentManagedAccess is 0)",
             )],
         )
@@ -273,14 +274,14 @@ impl Name {
 
     /// Every slot of the share's account in this file belongs to a living process.
     pub fn refuse_full(&self, account: &str) -> Refused {
-        let most = Part::Number(layout::SLOTS as u64);
+        let most = MessagePart::Number(layout::SLOTS as u64);
         self.refuse(
             account,
-            &[most, Part::Text(" processes use the share already")],
+            &[most, MessagePart::Text(" processes use the share already")],
         )
     }
 
-    /// Opens an account of the share, by its file name, having checked that it is one. Read-only it is only read.
+    /// Opens an account of the share, by its file name, and checks that it is one.
     pub fn open_account(&self, account: &str, writable: bool) -> Result<File, Refused> {
         let unreadable = |errno| self.refuse_unreadable(account, errno);
         let wrong = |error| self.refuse_page(account, error);
@@ -298,7 +299,7 @@ impl Name {
         Ok(file)
     }
 
-    /// Opens an account that was checked before; without a message if it fails.
+    /// Opens an account that was checked before; does not write a message if it fails.
     pub fn reopen_account(&self, account: &str, writable: bool) -> Result<File, Errno> {
         File::open(self.file(account).end(), writable)
     }

@@ -1,13 +1,13 @@
-//! Reserving memory and GPU time from the shares of a device, without asking the driver.
+//! Reserves memory and GPU time from the shares of a device, without calling the driver.
 
 use tranche_shim_core::compute::Bucket;
 use tranche_shim_core::{Freed, Physical};
 
+use crate::device::{Device, JoinedShare, Residence, VisibleMemory};
 use crate::process::Process;
-use crate::share::{Cap, Device, Held, Residence};
 
 impl Process {
-    /// Reserves from the device's shares in turn until it is enough; otherwise nothing.
+    /// Reserves from the device's shares in turn until it is enough; if it is not, reserves nothing.
     pub fn reserve_in_parts(
         &self,
         device: &Device,
@@ -18,7 +18,7 @@ impl Process {
         if let Some(only) = self.only_share(device) {
             return only.reserve(residence, least, most);
         }
-        // A part that is taken and given back could refuse another's request meanwhile.
+        // If it reserved a part and gave it back, another process could be refused meanwhile.
         if self.free(device, residence) < least {
             return None;
         }
@@ -56,7 +56,7 @@ impl Process {
         })
     }
 
-    /// Takes back what dead processes left in the shares of a device; whether it searched for any.
+    /// Reclaims what dead processes left in the shares of a device; returns whether it searched for any.
     pub fn reclaim(&self, device: &Device) -> bool {
         let mut looked = false;
         for share in self.shares(device) {
@@ -70,8 +70,7 @@ impl Process {
         self.release_as(device, Residence::Gpu, bytes);
     }
 
-    /// Gives `bytes` back. Which of the device's shares gets them is of no importance: their sum is
-    /// what the process may hold.
+    /// Gives `bytes` back to any of the device's shares: only the sum of the shares limits the process.
     #[inline(never)]
     pub fn release_as(&self, device: &Device, residence: Residence, bytes: u64) {
         if let Some(only) = self.only_share(device) {
@@ -94,7 +93,7 @@ impl Process {
         });
     }
 
-    /// Notes something of the process's physical memory, and gives back what has no use left.
+    /// Changes the process's list of physical memory, and gives back the charge of memory without a use.
     pub fn note_physical<R>(
         &self,
         note: impl FnOnce(&mut Physical, &mut dyn FnMut(Freed)) -> R,
@@ -108,21 +107,21 @@ impl Process {
         })
     }
 
-    /// The share of a device that has most of its GPU time left at `now`; `None` where none is held
-    /// back.
-    pub fn bucket(&self, device: &Device, now: u64) -> Option<(&Held, Bucket)> {
+    /// The share of a device with the most GPU time left at `now`; `None` if the device has no capped
+    /// share.
+    pub fn bucket(&self, device: &Device, now: u64) -> Option<(&JoinedShare, Bucket)> {
         self.shares(device)
             .map(|share| (share, share.bucket(now)))
             .max_by_key(|(share, bucket)| bucket.left(share.account()))
     }
 
-    /// The sum of the device's caps and what is left of them, in bytes.
-    pub fn cap(&self, device: &Device) -> Cap {
+    /// The sum of the device's caps, and what is left of them.
+    pub fn cap(&self, device: &Device) -> VisibleMemory {
         if let Some((_, share)) = self.sole() {
             share.reclaim();
             return share.visible();
         }
-        let mut cap = Cap { total: 0, free: 0 };
+        let mut cap = VisibleMemory { total: 0, free: 0 };
         for share in self.shares(device) {
             share.reclaim();
             let visible = share.visible();

@@ -1,10 +1,10 @@
-//! The GPUs that this process sees, and its places in the accounts of the shares that lie on them.
+//! The GPUs that this process sees, and its slots in the accounts of their shares.
 
 use tranche_shim_core::compute::{Bucket, RefillPage};
 use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex, paths};
 use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
-use tranche_shim_runtime::shares::{BLOCK, Name, Share};
+use tranche_shim_runtime::container_shares::{BLOCK, Name, Share};
 use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::{CUdevice, CUmemAllocationProp, CUmemLocation};
@@ -13,21 +13,21 @@ use crate::driver::real;
 /// A GPU that this process sees.
 #[derive(Clone, Copy)]
 pub struct Device {
-    /// The driver's name for it.
+    /// The driver's handle.
     pub handle: CUdevice,
     /// Its UUID.
     pub gpu: GpuUuid,
-    /// What is known of it.
+    /// What its shares say about its memory.
     pub kind: Kind,
-    /// Its place among the process's devices.
+    /// Its index among the process's devices.
     pub number: u8,
     /// Bytes of the blocks in which the driver takes its memory, a power of two.
     pub block: u64,
     /// Bytes that a context takes.
     pub context: u64,
-    /// A bit for each share of the process that lies on it.
+    /// A bit for each share of the process on this device.
     pub shares: u64,
-    /// Percent of its time that they have together; 0 for all of it.
+    /// Percent of its time that these shares have together; 0 for all of it.
     pub cores: u8,
     /// Whether its driver can move managed memory to the host and back.
     moves_managed: bool,
@@ -35,41 +35,42 @@ pub struct Device {
     pub residence: Residence,
 }
 
-/// What the shares say of a device.
+/// What the shares say about the memory of a device.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// Nothing.
+    /// The device has no known share yet.
     Unknown = 0,
-    /// It has a cap: the sum of theirs.
+    /// It has a cap: the sum of its shares' caps.
     Capped,
-    /// One of them has no limit: so has the device none.
+    /// It has no cap, because one of its shares has none.
     Uncapped,
 }
 
-/// Where memory may lie that is charged to a share.
+/// Where a share's memory may lie.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Residence {
     /// On its GPU: the driver cannot move it.
     Gpu = 0,
-    /// Wherever there is room: the driver moves it to the host when the GPU is full, and back when it is used.
+    /// On the GPU or on the host: the driver moves it to the host when the GPU is full, and back when it is used.
     Movable,
 }
 
 /// A share in whose accounts this process has a slot.
-pub struct Held {
-    /// What its processes hold, wherever it lies.
+pub struct JoinedShare {
+    /// The slot in the account of all memory of the share.
     memory: Slot,
-    /// Where the GPU's memory is oversubscribed: what they hold of memory that cannot move, which is a part of that.
+    /// If the GPU's memory is oversubscribed: the slot in the account of memory that cannot move, which is a part of all.
     resident: Option<Slot>,
-    /// Percent of the GPU's time, and what the node grants of it.
+    /// Percent of the GPU's time.
     cores: u8,
+    /// The GPU time that the node grants.
     refill: &'static RefillPage,
-    /// Bytes of the limits that are for one context.
+    /// Bytes of the limits that are for the first context.
     context: u64,
     name: Name,
-    /// When it looked for dead processes.
+    /// Limits how often this process searches for dead ones.
     looks: Pace,
 }
 
@@ -77,9 +78,9 @@ pub struct Held {
 struct Slot {
     live: Live,
     at: SlotIndex,
-    /// Never used: the slot is this process's as long as it is open, here or in a child.
+    /// Never read: the slot belongs to this process while this file is open, here or in a child.
     files: File,
-    /// All that the account's processes may hold: the share's, and one context.
+    /// Bytes that the account's processes may hold: the share's limit, and one context.
     limit: u64,
     /// The account's file name.
     account: &'static str,
@@ -91,7 +92,7 @@ impl Slot {
         let (at, files) = match Self::join(name, account, &live, &file) {
             Ok(joined) => joined,
             Err(refused) => {
-                // SAFETY: nobody has seen it.
+                // SAFETY: nothing else uses it yet.
                 unsafe { live.unmap() };
                 return Err(refused);
             }
@@ -113,8 +114,8 @@ impl Slot {
         live: &Live,
         file: &File,
     ) -> Result<(SlotIndex, File), Refused> {
-        // Children by fork get it, as they get the driver's files: what the driver has for this process
-        // is charged until they have closed both.
+        // Forked children inherit it, as they inherit the driver's files: this process's memory stays charged
+        // until they have closed both.
         let files = name
             .reopen_account(account, true)
             .and_then(File::above_standard)
@@ -132,7 +133,7 @@ impl Slot {
     ///
     /// # Safety
     ///
-    /// Nobody uses it any more.
+    /// Nothing uses it any more.
     unsafe fn leave(self) {
         drop(self.files);
         // SAFETY: the caller's promise.
@@ -160,9 +161,9 @@ impl Slot {
     }
 }
 
-impl Held {
-    /// Takes a slot in the accounts of a share of `memory` bytes, and beside them `context` for a
-    /// context that costs nothing.
+impl JoinedShare {
+    /// Takes a slot in the accounts of a share of `memory` bytes, with `context` more bytes for a
+    /// context that is not charged.
     pub fn take(share: &Share, memory: u64, context: u64) -> Result<Self, Refused> {
         let name = share.name;
         let refill = share.map_refill()?;
@@ -173,7 +174,7 @@ impl Held {
             Some(bytes) => match take(paths::RESIDENT, bytes) {
                 Ok(resident) => Some(resident),
                 Err(refused) => {
-                    // SAFETY: nobody has seen it.
+                    // SAFETY: nothing else uses it yet.
                     unsafe { memory.leave() };
                     return Err(refused);
                 }
@@ -194,7 +195,7 @@ impl Held {
     ///
     /// # Safety
     ///
-    /// Nobody uses it any more.
+    /// Nothing uses it any more.
     pub unsafe fn leave(self) {
         // SAFETY: the caller's promise.
         unsafe {
@@ -210,20 +211,20 @@ impl Held {
         self.memory.live.account
     }
 
-    /// Notes launches that were held back for `throttled` nanoseconds together.
+    /// Notes `count` launches, which were delayed for `throttled` nanoseconds in all.
     pub fn note_launches(&self, count: u64, throttled: u64) {
         self.account()
             .note_launches(self.memory.at, count, throttled, sys::now());
     }
 
-    /// The account of what cannot move, where this is charged to it.
+    /// The account of memory that cannot move, if such memory is charged to it.
     #[inline]
     fn resident(&self, residence: Residence) -> Option<&Slot> {
         let resident = self.resident.as_ref()?;
         (residence == Residence::Gpu).then_some(resident)
     }
 
-    /// Reserves `bytes` of what this process keeps of the share, if it keeps so much; whether it does.
+    /// Reserves `bytes` from this process's spare; returns whether the spare was large enough.
     #[inline]
     pub fn take_spare(&self, residence: Residence, bytes: u64) -> bool {
         self.resident(residence).is_none() && self.account().take_spare(self.memory.at, bytes)
@@ -241,7 +242,7 @@ impl Held {
     #[cold]
     #[inline(never)]
     fn reserve_resident(&self, resident: &Slot, least: u64, most: u64) -> Option<u64> {
-        // A part that is taken and given back could refuse another's request meanwhile.
+        // If it reserved a part and gave it back, another process could be refused meanwhile.
         if resident.free() < least {
             return None;
         }
@@ -270,7 +271,7 @@ impl Held {
         self.memory.release(resident.release(bytes))
     }
 
-    /// Bytes that the process is charged for memory of this kind, if no other thread changes that.
+    /// Bytes that the process is charged for memory of this kind. Exact only if no other thread changes it meanwhile.
     #[inline]
     pub fn charged(&self, residence: Residence) -> u64 {
         let resident = self.resident.as_ref().map(Slot::charged);
@@ -286,18 +287,18 @@ impl Held {
         self.account().note_refusal(self.memory.at);
     }
 
-    /// All that its processes may hold of memory of this kind, in bytes.
+    /// Bytes of memory of this kind that its processes may hold.
     #[inline]
     pub fn limit(&self, residence: Residence) -> u64 {
         let resident = self.resident(residence);
         resident.map_or(self.memory.limit, |resident| resident.limit)
     }
 
-    /// What is granted of its GPU time, at `now`.
+    /// The GPU time that is granted at `now`.
     #[inline(never)]
     pub fn bucket(&self, now: u64) -> Bucket {
         loop {
-            // The node writes it ten times a second, some hundred nanoseconds.
+            // The node writes the page ten times a second, for a few hundred nanoseconds each time.
             match self.refill.read() {
                 Some(refill) => return Bucket::new(&refill, self.cores, now),
                 None => sys::give_way(),
@@ -313,18 +314,18 @@ impl Held {
         resident.map_or(free, |resident| free.min(resident.free()))
     }
 
-    /// What programs see of it: without the first context.
-    pub fn visible(&self) -> Cap {
+    /// The memory that programs see: without the first context.
+    pub fn visible(&self) -> VisibleMemory {
         let total = self.memory.limit - self.context;
         let used = self.account().used().saturating_sub(self.context);
-        Cap {
+        VisibleMemory {
             total,
             free: total.saturating_sub(used),
         }
     }
 
-    /// Takes back what dead processes left, unless this process asks again and again; returns
-    /// whether it looked.
+    /// Reclaims what dead processes left, unless this process has asked too often; returns
+    /// whether it searched.
     pub fn reclaim(&self) -> bool {
         let looks = self.looks.admit(sys::now());
         if looks {
@@ -369,13 +370,13 @@ fn block_of(handle: CUdevice) -> u64 {
         {
             block
         }
-        // Where it cannot be asked.
+        // The driver did not return a valid size.
         _ => BLOCK,
     }
 }
 
-/// Whether the driver moves managed memory page by page, when it is used, so that more of it may be allocated than the
-/// device has. Without this it moves all of it to the device at each launch.
+/// Whether the driver moves managed memory page by page when it is used. Then more of it may be allocated than the device
+/// has. Otherwise the driver moves all of it to the device at each launch.
 fn moves_managed(handle: CUdevice) -> bool {
     const CONCURRENT_MANAGED_ACCESS: u32 = 89;
     let mut moves = 0;
@@ -407,7 +408,7 @@ impl Device {
         }
     }
 
-    /// Adds a share's memory. Of an oversubscribed one the driver must be able to move a part.
+    /// Adds a share's memory. If the share is oversubscribed, the driver must be able to move memory.
     pub fn add_residence(&mut self, share: &Share) -> Result<(), Refused> {
         if share.resident.is_none() {
             self.residence = Residence::Gpu;
@@ -417,7 +418,7 @@ impl Device {
         Ok(())
     }
 
-    /// Adds a share's cores; a share without a limit, or all of the GPU, has none.
+    /// Adds a share's cores; `None` means all of the GPU's time.
     pub fn add_cores(&mut self, cores: Option<u8>) {
         let first = self.shares == 0;
         let sum = match cores {
@@ -427,14 +428,14 @@ impl Device {
         self.cores = if sum < 100 { sum } else { 0 };
     }
 
-    /// What an allocation of `bytes` takes of the device, at most: whole blocks.
+    /// The most that an allocation of `bytes` takes of the device: whole blocks.
     #[inline]
     pub fn taken_by(&self, bytes: u64) -> u64 {
         let rest = self.block - 1;
         bytes.checked_add(rest).map_or(bytes, |sum| sum & !rest)
     }
 
-    /// The number of the block that an address is in.
+    /// The number of the block in which an address lies.
     #[inline]
     pub fn block_number(&self, address: u64) -> u64 {
         address >> self.block.trailing_zeros()
@@ -453,9 +454,9 @@ impl Device {
     }
 }
 
-/// How much memory a device seems to have.
+/// The memory of a device that programs see.
 #[derive(Clone, Copy)]
-pub struct Cap {
+pub struct VisibleMemory {
     /// In bytes.
     pub total: u64,
     /// In bytes, of the total.

@@ -1,34 +1,35 @@
-//! The list of what the driver keeps: pools, and each device's graphs, modules' variables and modules' code.
+//! The list of the memory that the driver keeps: memory pools, and for each device its graphs, its modules' variables and
+//! its modules' code. Each entry is treated as a pool.
 
-use tranche_shim_core::Kept;
+use tranche_shim_core::PoolCharge;
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_core::physical::Id;
 
 use crate::abi::CUmemoryPool;
 
 /// The list of a process. All zeros means an empty list.
-pub struct Reserves {
-    list: [Reserve; MOST],
+pub struct DriverPools {
+    list: [DriverPool; MOST],
     /// Places that were ever used.
     count: usize,
     /// Odd while a device's current pool changes; grows with every change.
     pub switches: u64,
-    /// One of those that the driver is asked about in turn, which form a ring; its place and 1, 0 for none.
+    /// The pools about which the driver is asked in turn form a ring. This is the next one: its place + 1, or 0 for none.
     next: u32,
 }
 
 /// One entry of the list. All zeros means an unused entry.
 #[derive(Clone, Copy)]
-pub struct Reserve {
+pub struct DriverPool {
     pub state: State,
-    /// Which of the process's devices it lies on.
+    /// The number of its device.
     pub device: u8,
     /// The pool's handle.
-    pub pool: CUmemoryPool,
-    pub kept: Kept,
-    /// What descriptors of the pool keep after its destruction.
+    pub handle: CUmemoryPool,
+    pub charge: PoolCharge,
+    /// The memory that descriptors of the pool keep after it was destroyed.
     pub exported: Option<Id>,
-    /// Calls of the driver under way that name the pool.
+    /// Calls of the driver in progress that use the pool.
     pub calls: u32,
     /// Its neighbours in the ring.
     before: u32,
@@ -41,9 +42,9 @@ pub enum State {
     None = 0,
     Pool,
     Graphs,
-    /// The variables of a device's modules; their charge is their floor.
+    /// The variables of a device's modules. The floor is their charge.
     Modules,
-    /// The code of a device's modules, charged in the same way. The driver puts it into blocks of its own.
+    /// The code of a device's modules, charged in the same way. The driver puts it into separate blocks.
     Code,
     /// A pool that is being destroyed.
     Ending,
@@ -51,18 +52,18 @@ pub enum State {
     Ended,
 }
 
-/// The most reserves of a process; further pools are refused.
+/// The most entries of a process; further pools are refused.
 pub const MOST: usize = 1024;
 
-/// The first places are those of the devices' graphs, variables and code.
+/// The first places are for the devices' graphs, variables and code.
 const FIRST_POOL: usize = OF_DEVICE * MAX_SHARES;
 const OF_DEVICE: usize = 3;
 
-impl Reserves {
-    pub fn get(&mut self, place: usize) -> Option<&mut Reserve> {
+impl DriverPools {
+    pub fn get(&mut self, place: usize) -> Option<&mut DriverPool> {
         self.list
             .get_mut(place)
-            .filter(|reserve| reserve.state != State::None)
+            .filter(|pool| pool.state != State::None)
     }
 
     /// The place of a device's graphs, variables or code.
@@ -84,11 +85,11 @@ impl Reserves {
     pub fn of_pool(&mut self, pool: CUmemoryPool, device: u8) -> Option<usize> {
         let used = self.count.max(FIRST_POOL);
         let pools = self.list.get(FIRST_POOL..used)?;
-        let is_it = |found: &Reserve| found.state == State::Pool && found.pool == pool;
+        let is_it = |found: &DriverPool| found.state == State::Pool && found.handle == pool;
         if let Some(nth) = pools.iter().position(is_it) {
             return Some(FIRST_POOL + nth);
         }
-        let is_free = |found: &Reserve| found.state == State::None;
+        let is_free = |found: &DriverPool| found.state == State::None;
         let place = match pools.iter().position(is_free) {
             Some(nth) => FIRST_POOL + nth,
             None if used < MOST => used,
@@ -100,11 +101,11 @@ impl Reserves {
 
     fn set(&mut self, place: usize, state: State, device: u8, pool: CUmemoryPool) {
         self.count = self.count.max(place + 1);
-        self.list[place] = Reserve {
+        self.list[place] = DriverPool {
             state,
             device,
-            pool,
-            kept: Kept::default(),
+            handle: pool,
+            charge: PoolCharge::default(),
             exported: None,
             calls: 0,
             before: 0,
@@ -115,7 +116,7 @@ impl Reserves {
         }
     }
 
-    /// Puts a place into the ring, as the last in turn.
+    /// Adds a place to the ring, as the last in turn.
     fn link(&mut self, place: usize) {
         let own = number(place);
         if self.next == 0 {
@@ -129,13 +130,13 @@ impl Reserves {
         self.at(last).after = own;
     }
 
-    fn at(&mut self, number: u32) -> &mut Reserve {
+    fn at(&mut self, number: u32) -> &mut DriverPool {
         &mut self.list[number as usize - 1]
     }
 
-    /// Removes a reserve that has ended.
+    /// Removes a pool that has ended.
     pub fn remove(&mut self, place: usize) {
-        let Reserve { before, after, .. } = self.list[place];
+        let DriverPool { before, after, .. } = self.list[place];
         if before != 0 {
             self.at(before).after = after;
             self.at(after).before = before;
@@ -147,7 +148,7 @@ impl Reserves {
         self.list[place].state = State::None;
     }
 
-    /// The next whose memory the driver is asked about.
+    /// The next pool about which the driver is asked.
     pub fn next_in_turn(&mut self) -> Option<usize> {
         let place = (self.next as usize).checked_sub(1)?;
         self.next = self.list[place].after;
