@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tree_is_the_sum_of_its_files_and_a_missing_one_says_how_to_get_it() {
+    fn a_tree_is_the_sum_of_its_files_or_says_how_to_get_it() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("a")).unwrap();
         fs::write(dir.path().join("a/b"), [0; 700]).unwrap();

@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_has_room_for_a_context_of_the_size_that_the_controller_would_give_it() {
+    fn a_share_gets_the_context_size_that_the_controller_would_give() {
         let context_of = |measured| {
             let record = ask_where(measured, &request("a", 20, 25), None, &[]).unwrap();
             match record.plan.devices[0].cap {

@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_in_a_folder_that_is_missing_is_made_in_the_mirror_of_the_outermost() {
+    fn a_missing_nested_folder_is_made_in_the_outermost_mirror() {
         let layout = plan(
             &grant(&[("/a", "/dev/x/y/z", false)], &[], &["/dev/nvidia7"]),
             &host(&[]),

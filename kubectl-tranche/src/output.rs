@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_has_columns_without_borders_and_colours_that_can_be_left_out() {
+    fn a_table_has_no_borders_and_optional_colours() {
         let text = text(&Sample { name: "ångström" }, Format::Wide).unwrap();
         assert!(text.contains("\u{1b}[31m"), "{text:?}");
         let plain = anstream::adapter::strip_str(&text).to_string();

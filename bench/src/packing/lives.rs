@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn every_share_that_ends_was_started_and_cores_are_whole_percents() {
+    fn shares_end_after_they_start_and_cores_are_whole_percents() {
         let mut alive = BTreeSet::new();
         for event in lives(1, LOAD, 50) {
             match event {

@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_a_section_and_a_section_without_messages_are_refused() {
+    fn messages_without_a_section_and_empty_sections_are_refused() {
         let mut more = messages();
         more.insert("cannot go on".to_owned(), "mps/src/main.rs".to_owned());
         let homeless = BTreeSet::from(["mps/src/main.rs".to_owned()]);

@@ -88,7 +88,7 @@ fn a_value_in_mib_meets_no_value_in_bytes() {
 }
 
 #[test]
-fn dashboards_have_uids_of_their_own_and_every_panel_a_title_and_a_unit() {
+fn dashboards_have_unique_uids_and_panels_a_title_and_a_unit() {
     let mut uids = BTreeSet::new();
     for (file, dashboard) in dashboards(&repository()).unwrap() {
         let uid = dashboard["uid"].as_str().unwrap().to_owned();

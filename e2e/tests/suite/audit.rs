@@ -57,7 +57,7 @@ fn grants(lines: &[Value]) -> anyhow::Result<BTreeMap<&str, (u32, u32)>> {
 
 /// The plugin is killed while pods start, while they run, and while they end.
 #[test]
-fn every_grant_begins_once_and_ends_once_whenever_the_plugin_is_killed() -> anyhow::Result<()> {
+fn each_grant_begins_and_ends_once_though_the_plugin_is_killed() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         renew_plugin(case);
         let namespace = case.namespace("audit").await?;

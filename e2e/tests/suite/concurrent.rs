@@ -45,7 +45,7 @@ async fn restored(case: &Case, gpu: &str) -> anyhow::Result<()> {
 }
 
 #[test]
-fn claims_of_two_namespaces_share_a_gpus_daemon_until_the_last_ends() -> anyhow::Result<()> {
+fn two_namespaces_share_a_gpus_daemon_until_the_last_claim_ends() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent, Tier::Exclusive]).await?;
         let gpu = case.gpus[0].uuid.as_str();
@@ -128,7 +128,7 @@ fn the_processes_of_a_claim_have_its_memory_together() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Result<()> {
+fn a_killed_daemon_fails_its_clients_and_then_serves_new_ones() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent]).await?;
         let gpu = case.gpus[0].uuid.as_str();

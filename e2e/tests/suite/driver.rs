@@ -49,7 +49,7 @@ async fn unload(case: &Case) -> anyhow::Result<String> {
 }
 
 #[test]
-fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow::Result<()> {
+fn devices_leave_with_the_driver_and_return_with_it() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         let before = plugin.published().await?;
@@ -199,8 +199,7 @@ async fn until_version(client: &Client, node: &Node, version: &str) -> anyhow::R
 }
 
 #[test]
-fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() -> anyhow::Result<()>
-{
+fn another_driver_version_serves_the_claims_that_are_allocated() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         plugin.published().await?;
@@ -262,7 +261,7 @@ fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() ->
 }
 
 #[test]
-fn a_deleted_gpu_node_is_back_within_seconds_and_its_slices_stay() -> anyhow::Result<()> {
+fn a_deleted_gpu_node_returns_in_seconds_and_its_slices_stay() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         let before = plugin.published().await?;

@@ -122,7 +122,7 @@ async fn has(pod: &PodHandle, tier: Tier) -> anyhow::Result<(String, String)> {
 }
 
 #[test]
-fn every_tier_is_served_at_once_and_gpus_change_tiers_without_a_drain() -> anyhow::Result<()> {
+fn all_tiers_are_served_at_once_and_gpus_change_tiers_undrained() -> anyhow::Result<()> {
     run(async |case: &Case| {
         case.changes("plugin of");
         policy::every_option(case, CAPPED_PROFILE, CONCURRENT_PROFILE).await?;

@@ -75,8 +75,7 @@ async fn is_gone(namespace: &Namespace, pod: &PodHandle) -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_stays()
--> anyhow::Result<()> {
+fn idle_pods_are_named_then_evicted_and_others_stay() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("idle").await?;
         let uuid = &case.gpus[0].uuid;

@@ -84,7 +84,7 @@ fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() -> anyhow::Result<()> 
 }
 
 #[test]
-fn a_newer_libcuda_of_the_image_is_found_first_in_an_exclusive_pod() -> anyhow::Result<()> {
+fn an_exclusive_pod_finds_its_images_newer_libcuda_first() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let pod = with_own_driver(case, &Request::exclusive(), "whole", COMPAT, NEWER).await?;
         // Without LD_LIBRARY_PATH it is found in the loader's cache.

@@ -239,8 +239,7 @@ fn a_capped_share_keeps_its_memory_time_and_processes() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_concurrent_share_keeps_its_memory_and_multiprocessors_and_shares_faults() -> anyhow::Result<()>
-{
+fn a_concurrent_share_keeps_its_limits_and_shares_faults() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| shown(case, Tier::Concurrent).await)
 }
 

@@ -107,7 +107,7 @@ fn get_top_and_map_show_the_pods_parts_of_gpus() -> anyhow::Result<()> {
 
 /// A user who may do nothing, and one who may list the claims of one namespace.
 #[test]
-fn users_see_what_their_rights_allow_and_one_line_says_what_is_missing() -> anyhow::Result<()> {
+fn users_see_what_their_rights_allow_and_what_is_missing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let nobody = case.unique("nobody");
         for command in [

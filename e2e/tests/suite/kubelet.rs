@@ -106,7 +106,7 @@ fn boot(minors: &str) -> String {
 }
 
 #[test]
-fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> anyhow::Result<()> {
+fn claims_keep_their_gpus_when_the_order_of_gpus_changes() -> anyhow::Result<()> {
     // On the first node, which runs containerd: CRI-O has no process for a pod's sandbox, so what dies with the containers is not what a
     // boot takes away, and the kubelet does not prepare the claims again.
     run(async |case: &Case| {

@@ -166,8 +166,7 @@ async fn in_use(
 }
 
 #[test]
-fn every_expression_of_our_dashboards_gives_data_and_every_alert_is_evaluated() -> anyhow::Result<()>
-{
+fn each_dashboard_query_gives_data_and_each_alert_is_evaluated() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("prometheus").await?;
         let token = token(case, namespace.name(), true).await?;

@@ -34,7 +34,7 @@ fn field<'a>(data: &'a Value, name: &str) -> anyhow::Result<&'a str> {
 }
 
 #[test]
-fn two_shares_of_a_partition_keep_their_caps_beside_another_partition() -> anyhow::Result<()> {
+fn shares_of_a_partition_keep_caps_beside_another_partition() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let tiers = [Tier::Capped, Tier::Partition, Tier::Exclusive];
         policy::shared_partitions(case, &tiers, Tier::Capped, &["3g.40gb"]).await?;
@@ -117,8 +117,7 @@ fn two_shares_of_a_partition_keep_their_caps_beside_another_partition() -> anyho
 
 /// The daemon is NVIDIA's own; its clients are simulated.
 #[test]
-fn concurrent_shares_of_a_partition_have_its_daemon_beside_another_partition() -> anyhow::Result<()>
-{
+fn concurrent_shares_of_a_partition_have_its_own_daemon() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let tiers = [Tier::Concurrent, Tier::Partition, Tier::Exclusive];
         policy::shared_partitions(case, &tiers, Tier::Concurrent, &["3g.40gb"]).await?;

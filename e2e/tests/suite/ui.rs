@@ -220,8 +220,7 @@ async fn allocated(namespace: &Namespace, claim: &str) -> anyhow::Result<Value> 
 }
 
 #[test]
-fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
--> anyhow::Result<()> {
+fn the_page_shows_a_share_in_two_seconds_as_the_api_server_does() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let page = Page::open(&[]).await?;
@@ -290,7 +289,7 @@ fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
 }
 
 #[test]
-fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> anyhow::Result<()> {
+fn the_page_works_by_keyboard_on_a_phone_and_in_both_themes() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let page = Page::open(&[]).await?;
@@ -369,7 +368,7 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
 }
 
 #[test]
-fn the_focus_and_a_pressed_tier_stay_in_the_page_when_gpus_leave_the_map() -> anyhow::Result<()> {
+fn the_focus_and_a_pressed_tier_stay_when_gpus_leave_the_map() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let page = Page::open(&[]).await?;
@@ -434,7 +433,7 @@ async fn narrow_kubeconfig(
 }
 
 #[test]
-fn a_user_with_rights_in_one_namespace_sees_its_shares_and_what_is_missing() -> anyhow::Result<()> {
+fn a_user_of_one_namespace_sees_its_shares_and_what_is_missing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let other = case.namespace("ui-other").await?;

@@ -126,7 +126,7 @@ fn about(values: &[f64], wanted: &[f64]) -> anyhow::Result<()> {
 }
 
 #[test]
-fn three_pods_have_the_utilization_that_they_cause_and_it_adds_up() -> anyhow::Result<()> {
+fn the_utilization_of_three_pods_is_their_own_and_adds_up() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("usage").await?;
         let reader = Reader::new(case, namespace.name()).await?;
@@ -147,7 +147,7 @@ fn three_pods_have_the_utilization_that_they_cause_and_it_adds_up() -> anyhow::R
 /// A kernel on 30 percent of the multiprocessors takes as much longer. The GPU is busy with it all that time, and its program
 /// counts what it would take on the whole GPU.
 #[test]
-fn pods_of_concurrent_shares_have_the_utilization_that_they_cause() -> anyhow::Result<()> {
+fn pods_of_concurrent_shares_have_their_own_utilization() -> anyhow::Result<()> {
     run(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent, Tier::Exclusive]).await?;
         let namespace = case.namespace("usage-mps").await?;
@@ -280,7 +280,7 @@ fn shim_of(command: &str) -> String {
 }
 
 #[test]
-fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::Result<()> {
+fn memory_of_a_force_deleted_pod_is_a_zombie_and_blocks_its_gpu() -> anyhow::Result<()> {
     // On the first node, which runs containerd.
     run(async |case: &Case| {
         let namespace = case.namespace("usage-zombie").await?;

@@ -60,7 +60,7 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
 /// What the node sees of NVIDIA's DRA driver: a registration socket that accepts connections, and
 /// slices that name the node's first GPU.
 #[test]
-fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::Result<()> {
+fn a_gpu_of_nvidias_dra_driver_is_withheld_until_it_ends() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let node = case.node.name().to_owned();
         let uuid = case.gpus[0].uuid.clone();

@@ -60,7 +60,7 @@ fn the_parts_of_all_gpus_sum_to_their_prices() {
 }
 
 #[test]
-fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
+fn idle_and_too_large_shares_are_named_where_the_use_is_known() {
     let used = |memory: u64, idle_seconds| PartUsed {
         all: Used {
             memory: memory << 30,

@@ -90,7 +90,7 @@ fn waiting(world: &mut World) {
 }
 
 #[tokio::test]
-async fn a_pod_that_waits_is_told_what_each_gpu_lacks_and_whose_release_helps() {
+async fn a_waiting_pod_learns_what_gpus_lack_and_whose_release_helps() {
     let mut world = busy();
     waiting(&mut world);
     let taint = json!([{"key": "repair", "value": "now", "effect": "NoSchedule"}]);
@@ -113,7 +113,7 @@ async fn a_pod_that_waits_is_told_what_each_gpu_lacks_and_whose_release_helps() 
 }
 
 #[tokio::test]
-async fn a_pod_that_asks_for_a_resource_is_explained_by_the_class_that_stands_for_it() {
+async fn a_pod_with_an_extended_resource_is_explained_by_its_class() {
     let mut world = busy();
     waiting(&mut world);
     let whole = world.classes[1].spec.as_mut().unwrap();

@@ -117,7 +117,7 @@ fn a_pods_devices_and_a_gpus_pods_are_found() {
 }
 
 #[test]
-fn what_is_not_there_is_an_error_that_says_where_it_was_looked_for() {
+fn the_error_for_a_missing_object_says_where_it_was_looked_for() {
     let here = Scope::Namespace("team-b".into());
     let error = shown(Kind::Claims, Some("notebook"), here, Format::Table).unwrap_err();
     assert!(error.to_string().contains("in namespace team-b"), "{error}");

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_another_port_cannot_use_the_cookie_but_a_person_can_follow_a_link() {
+    fn pages_of_other_ports_cannot_use_the_cookie_but_links_work() {
         for site in ["cross-site", "same-site"] {
             let visitor = Visitor {
                 site: Some(site),

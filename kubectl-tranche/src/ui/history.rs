@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_minute_is_the_mean_of_its_readings_and_one_without_readings_is_empty() {
+    fn a_minute_is_the_mean_of_its_readings_and_empty_without_any() {
         let mut history = History::default();
         let read = [
             history.add(100, &usage(10 * MIB, Some(20.0))),
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hour_of_a_gpu_takes_less_than_a_kilobyte_from_its_first_reading_on() {
+    fn the_hour_of_a_gpu_always_takes_less_than_a_kilobyte() {
         let of_means = size_of::<Mean>() * MINUTES;
         let NodeGpu { node, uuid } = gpu('a', 0);
         let of_gpu = size_of::<NodeGpu>() + node.len() + uuid.len();

@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_has_no_line_break_because_the_stream_ends_a_field_with_one() {
+    fn a_message_has_no_line_break_which_would_end_its_field() {
         let mut records = Records::default();
         records.set("pod/a", &"two\nlines\r").unwrap();
         assert!(!records.message(1).contains(['\n', '\r']));

@@ -221,7 +221,7 @@ mod tests {
     use crate::cluster::ANSWER;
 
     #[test]
-    fn a_watch_on_which_nothing_happens_ends_before_the_client_takes_it_for_lost() {
+    fn an_idle_watch_ends_before_the_client_takes_it_for_lost() {
         // kube's watcher waits so much longer for the end.
         let margin = 5;
         assert!(u64::from(WATCH) + margin < ANSWER.as_secs());

@@ -370,7 +370,7 @@ fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
 
 /// Such a pod has no claim before it has a node.
 #[test]
-fn a_pod_that_asks_for_a_resource_is_counted_and_explained_while_it_waits() -> anyhow::Result<()> {
+fn a_waiting_pod_with_a_resource_is_counted_and_explained() -> anyhow::Result<()> {
     run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("resource").await?;
         let (class, resource) = (

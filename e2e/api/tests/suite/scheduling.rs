@@ -100,7 +100,7 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
 }
 
 #[test]
-fn tiers_mix_on_a_node_and_an_exclusive_claim_waits_for_a_free_gpu() -> anyhow::Result<()> {
+fn tiers_mix_on_a_node_and_exclusive_waits_for_a_free_gpu() -> anyhow::Result<()> {
     run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("mix").await?;
         let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];

@@ -37,7 +37,7 @@ fn selectors_of_our_documents_are_evaluated() {
 }
 
 #[test]
-fn a_missing_attribute_is_an_error_unless_the_other_side_decides() {
+fn a_missing_attribute_is_an_error_unless_it_cannot_matter() {
     let missing = r#"device.attributes["gpu.tranche.dev"].profile == "1g.10gb""#;
     let fault = accept(missing).unwrap_err();
     assert_eq!(fault, Fault::Runtime("No such key: profile".to_owned()));

@@ -34,7 +34,7 @@ fn request(path: &str, cookie: &str) -> Request<Body> {
 const COOKIE: &str = "tranche-ui-8080=secret";
 
 #[tokio::test]
-async fn every_file_that_the_page_names_is_served_and_nothing_from_elsewhere_is_allowed() {
+async fn files_of_the_page_are_served_and_other_origins_are_forbidden() {
     let (router, _sender) = served(published(1, &[]));
     let answer = router
         .clone()

@@ -94,7 +94,7 @@ fn whole_model(world: &World) -> Model {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn nodes_looked_at_alone_and_without_what_is_trimmed_are_those_of_the_whole_model(
+    fn trimmed_nodes_read_alone_equal_those_of_the_whole_model(
         before in prop::collection::vec(any::<bool>(), POSSIBLE),
         after in prop::collection::vec(any::<bool>(), POSSIBLE),
     ) {

@@ -84,7 +84,7 @@ fn busy() -> World {
 }
 
 #[test]
-fn a_bar_has_a_segment_for_each_tenant_and_one_for_what_is_stranded() {
+fn a_bar_has_a_segment_for_each_tenant_and_one_for_stranded() {
     let node = record(&without_usage(&busy()), "node/node-a");
     let shared = &node["gpus"][0];
     assert_eq!(shared["tier"], "capped");
@@ -131,7 +131,7 @@ fn segments_do_not_overlap_and_end_within_the_bar() {
 }
 
 #[test]
-fn what_is_held_free_and_stranded_sums_to_all_gpus_and_their_price() {
+fn allocated_free_and_stranded_sum_to_all_gpus_and_their_price() {
     let summary = record(&without_usage(&busy()), "summary");
     let of = |name: &str| summary[name].as_f64().unwrap();
     assert_eq!(summary["gpus"], 3);
@@ -300,7 +300,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
 }
 
 #[test]
-fn the_last_hour_is_told_once_a_minute_and_stays_while_the_use_is_not_known() {
+fn the_last_hour_is_sent_once_a_minute_and_stays_without_usage() {
     let used = |memory| Usage {
         gpus: [(
             gpu('a', 0),
