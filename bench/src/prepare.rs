@@ -236,8 +236,12 @@ impl Load<'_> {
 
     /// Releases every claim, removes it, and counts the files that are left.
     async fn clean_up(&self) -> anyhow::Result<usize> {
-        let all = self.timed.iter().chain(&self.held).chain(&self.of_tiers);
-        let all: Vec<_> = all.collect();
+        let all: Vec<_> = self
+            .timed
+            .iter()
+            .chain(&self.held)
+            .chain(&self.of_tiers)
+            .collect();
         // With a new connection: the measurement may have failed because the plugin was restarted.
         let plugin = Plugin::connect(&self.args.plugin_dir.join("dra.sock")).await?;
         let released: anyhow::Result<Vec<()>> = stream::iter(&all)

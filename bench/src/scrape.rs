@@ -126,10 +126,10 @@ impl Bench<'_> {
         for nth in 0..gpus {
             let names = self.names(nth);
             let size = size(self.args.shares);
-            let made = names
+            let made: Vec<ResourceClaim> = names
                 .iter()
-                .map(|name| claims::claim(name, "capped", size.clone()));
-            let made: Vec<ResourceClaim> = made.collect();
+                .map(|name| claims::claim(name, "capped", size.clone()))
+                .collect();
             try_join_all(made.iter().map(|claim| claims.create(&params, claim))).await?;
             pods.create(&params, &self.pod(nth, &names)?).await?;
             // One after another: each fills a GPU.
@@ -160,8 +160,8 @@ impl Bench<'_> {
                 })
             })
             .collect();
-        let claims = claims.iter();
         let claims: Vec<Value> = claims
+            .iter()
             .map(|claim| json!({"name": claim, "resourceClaimName": claim}))
             .collect();
         Ok(serde_json::from_value(json!({
@@ -215,16 +215,17 @@ impl Bench<'_> {
 
     /// Where the node's plugin serves its metrics.
     async fn address(&self) -> anyhow::Result<String> {
-        let pods: Api<Pod> = Api::all(self.cluster.client.clone());
+        let api: Api<Pod> = Api::all(self.cluster.client.clone());
         let node = format!("spec.nodeName={}", self.cluster.node);
         let of_node = ListParams::default().labels(PLUGIN).fields(&node);
-        let pods = pods.list(&of_node).await?;
+        let pods = api.list(&of_node).await?;
         let mut addresses = pods
             .items
             .iter()
             .filter_map(|pod| pod.status.as_ref()?.pod_ip.clone());
-        let address = addresses.next();
-        let address = address.with_context(|| format!("no pod of the plugin on {node}"))?;
+        let address = addresses
+            .next()
+            .with_context(|| format!("no pod of the plugin on {node}"))?;
         Ok(format!("{address}:{}", self.args.port))
     }
 
@@ -271,8 +272,12 @@ fn pod_name(nth: usize) -> String {
 }
 
 fn is_ready(pod: &Pod) -> bool {
-    let conditions = pod.status.as_ref().and_then(|it| it.conditions.as_deref());
-    let mut conditions = conditions.into_iter().flatten();
+    let mut conditions = pod
+        .status
+        .as_ref()
+        .and_then(|it| it.conditions.as_deref())
+        .into_iter()
+        .flatten();
     conditions.any(|it| it.type_ == "Ready" && it.status == "True")
 }
 

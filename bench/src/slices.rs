@@ -171,8 +171,8 @@ fn is_ready(pod: &Pod) -> bool {
 async fn heal(cluster: &Cluster) -> anyhow::Result<Duration> {
     let mut watch = PoolWatch::start(cluster).await?;
     let slices: Api<ResourceSlice> = Api::all(cluster.client.clone());
-    let first = cluster.slices().await?;
-    let first = first.first().context("no slice to delete")?;
+    let published = cluster.slices().await?;
+    let first = published.first().context("no slice to delete")?;
     let start = Instant::now();
     slices
         .delete(&first.name_any(), &DeleteParams::default())

@@ -129,8 +129,11 @@ pub fn admit(
 /// The UUID of the requested GPU.
 fn choose<'a>(wanted: Option<&str>, gpus: &'a [String]) -> Result<&'a str, Refusal> {
     let present = || {
-        let listed = gpus.iter().enumerate();
-        let listed: Vec<_> = listed.map(|(i, uuid)| format!("{i} = {uuid}")).collect();
+        let listed: Vec<_> = gpus
+            .iter()
+            .enumerate()
+            .map(|(i, uuid)| format!("{i} = {uuid}"))
+            .collect();
         listed.join(", ")
     };
     match (wanted, gpus) {
@@ -241,8 +244,11 @@ mod tests {
         others: &[Record],
     ) -> Result<Record, String> {
         let description = two_h100();
-        let gpus = description.gpus.iter();
-        let gpus: Vec<_> = gpus.map(|gpu| gpu.uuid.clone()).collect();
+        let gpus: Vec<_> = description
+            .gpus
+            .iter()
+            .map(|gpu| gpu.uuid.clone())
+            .collect();
         let mut inventory = inventory(&description, Path::new("/nowhere"));
         for gpu in &mut inventory.gpus {
             gpu.context_memory = context.map(Quantity::from_bytes);

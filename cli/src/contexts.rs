@@ -35,8 +35,9 @@ pub fn describe(inventory: &mut Inventory, shares: &Path) {
 
 /// What cannot be read is measured anew.
 fn read(path: &Path) -> ContextSizes {
-    let lines = fs::read(path).ok();
-    let lines = lines.and_then(|bytes| serde_json::from_slice::<Vec<Line>>(&bytes).ok());
+    let lines = fs::read(path)
+        .ok()
+        .and_then(|bytes| serde_json::from_slice::<Vec<Line>>(&bytes).ok());
     ContextSizes::from_lines(lines.unwrap_or_default())
 }
 

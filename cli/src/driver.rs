@@ -86,8 +86,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (placed, links) = placed(files(dir.path()), dir.path());
         let folder = host_libraries().unwrap();
-        let cuda = placed.libraries.iter().find(|l| l.soname == "libcuda.so.1");
-        let cuda = cuda.unwrap();
+        let cuda = placed
+            .libraries
+            .iter()
+            .find(|l| l.soname == "libcuda.so.1")
+            .unwrap();
         assert_eq!(
             Path::new(&cuda.file.container_path),
             folder.join("libcuda.so.535.261.03")

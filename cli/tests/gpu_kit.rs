@@ -89,9 +89,11 @@ impl Machine {
     }
 
     fn start(&self, parts: &str) -> Child {
-        let mut command = command(&self.arguments(parts));
-        let command = command.stdout(Stdio::null()).stderr(Stdio::null());
-        command.spawn().unwrap()
+        command(&self.arguments(parts))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
     }
 
     /// The only result, if there is one yet.

@@ -112,12 +112,12 @@ impl Browser {
         let profile = tempfile::tempdir()?;
         let folder = format!("--user-data-dir={}", profile.path().display());
         let arguments: Vec<&str> = FLAGS.into_iter().chain([folder.as_str()]).collect();
-        let wanted = json!({
+        let capabilities = json!({
             "browserName": "chrome",
             "goog:chromeOptions": {"args": arguments},
             "goog:loggingPrefs": {"browser": "ALL"},
         });
-        let wanted = wanted.as_object().cloned().unwrap_or_default();
+        let wanted = capabilities.as_object().cloned().unwrap_or_default();
         let client = ClientBuilder::new(HttpConnector::new())
             .capabilities(wanted)
             .connect(&format!("http://127.0.0.1:{port}"))
@@ -139,8 +139,11 @@ impl Browser {
 
     /// What a script returns: the body of a function.
     pub async fn evaluate<T: DeserializeOwned>(&self, script: &str) -> anyhow::Result<T> {
-        let value = self.client.execute(script, Vec::new()).await;
-        let value = value.with_context(|| script.to_owned())?;
+        let value = self
+            .client
+            .execute(script, Vec::new())
+            .await
+            .with_context(|| script.to_owned())?;
         serde_json::from_value(value).with_context(|| script.to_owned())
     }
 
@@ -213,8 +216,13 @@ impl Browser {
             path: "se/log",
             body: json!({"type": "browser"}),
         };
-        let entries = self.client.issue_cmd(command).await?;
-        let entries = entries.as_array().cloned().unwrap_or_default();
+        let entries = self
+            .client
+            .issue_cmd(command)
+            .await?
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
         let bad = entries
             .iter()
             .filter(|it| it["level"] == "SEVERE" || it["level"] == "WARNING");

@@ -146,13 +146,15 @@ impl Case {
         };
         unused(&client, name.as_deref()).await?;
         // As they are now: the test before this one may have changed its node.
-        let mut nodes = gpu_nodes(&client).await?;
+        let mut in_order = gpu_nodes(&client).await?;
         if let Some(name) = name {
-            nodes.retain(|node| node.name_any() == name);
+            in_order.retain(|node| node.name_any() == name);
         }
-        let mut nodes = nodes.into_iter();
-        let first = nodes.next().context("the cluster has no node with GPUs")?;
-        let others: Vec<_> = nodes.collect();
+        let mut remaining = in_order.into_iter();
+        let first = remaining
+            .next()
+            .context("the cluster has no node with GPUs")?;
+        let others: Vec<_> = remaining.collect();
         // Another test left it cordoned.
         schedulable(&client, &first.name_any(), true).await?;
         for other in &others {
@@ -322,18 +324,18 @@ impl Case {
     /// The name of the device under which `gpu` is offered in the tier `isolation`.
     pub async fn device(&self, gpu: &Gpu, isolation: &str) -> anyhow::Result<String> {
         let fields = format!("spec.driver={DRIVER}");
-        let slices: Api<ResourceSlice> = Api::all(self.client.clone());
-        let slices = slices.list(&ListParams::default().fields(&fields)).await?;
+        let api: Api<ResourceSlice> = Api::all(self.client.clone());
+        let slices = api.list(&ListParams::default().fields(&fields)).await?;
         let mut devices = slices
             .items
             .iter()
             .flat_map(|s| s.spec.devices.iter().flatten());
-        let device = devices.find(|device| {
-            text(device, attribute::UUID) == Some(&gpu.uuid)
-                && text(device, attribute::ISOLATION) == Some(isolation)
-        });
-        let device =
-            device.with_context(|| format!("{} is not offered as {isolation}", gpu.uuid))?;
+        let device = devices
+            .find(|device| {
+                text(device, attribute::UUID) == Some(&gpu.uuid)
+                    && text(device, attribute::ISOLATION) == Some(isolation)
+            })
+            .with_context(|| format!("{} is not offered as {isolation}", gpu.uuid))?;
         Ok(device.name.clone())
     }
 
@@ -510,8 +512,8 @@ async fn names_for_one(client: &Client) -> anyhow::Result<Vec<String>> {
 
 /// The nodes with GPUs, by name, the one that `TRANCHE_E2E_NODE` names first.
 async fn gpu_nodes(client: &Client) -> anyhow::Result<Vec<GpuNode>> {
-    let nodes: Api<GpuNode> = Api::all(client.clone());
-    let mut nodes = nodes
+    let api: Api<GpuNode> = Api::all(client.clone());
+    let mut nodes = api
         .list(&ListParams::default())
         .await
         .context("listing GpuNodes: is the chart installed?")?

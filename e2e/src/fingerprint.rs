@@ -45,11 +45,12 @@ impl Fingerprint {
         let machines: Api<CoreNode> = Api::all(client.clone());
         for node in machines.list(&all).await? {
             let spec = node.spec.clone().unwrap_or_default();
-            let labels = node
+            let labels: Vec<_> = node
                 .labels()
                 .keys()
-                .filter(|key| key.contains("tranche.dev"));
-            let labels: Vec<_> = labels.cloned().collect();
+                .filter(|key| key.contains("tranche.dev"))
+                .cloned()
+                .collect();
             if is_on_them(Some(&node.name_any())) {
                 let is_cordoned = spec.unschedulable == Some(true);
                 lines.insert(format!(

@@ -209,12 +209,12 @@ impl Node {
         claim: impl AsyncFnOnce(&T) -> anyhow::Result<ResourceClaim>,
     ) -> anyhow::Result<T> {
         self.shell(&format!("kill -STOP {PLUGIN}")).await?;
-        let claimed = async {
+        let claiming = async {
             let started = starting.await?;
             let uid = claim(&started).await?.uid().context("the claim's UID")?;
             Ok::<_, anyhow::Error>((started, uid))
         };
-        let claimed = claimed.await;
+        let claimed = claiming.await;
         if claimed.is_err() {
             self.shell(&format!("kill -CONT {PLUGIN}")).await?;
         }
@@ -247,8 +247,8 @@ impl Node {
             .get(&self.name)
             .await?
             .status
-            .and_then(|status| status.node_info);
-        let info = info.with_context(|| format!("{} reports nothing", self.name))?;
+            .and_then(|status| status.node_info)
+            .with_context(|| format!("{} reports nothing", self.name))?;
         Ok(info.container_runtime_version)
     }
 

@@ -33,8 +33,8 @@ impl Version {
     /// process and every label. Loads its image.
     pub async fn before() -> anyhow::Result<Self> {
         let image = format!("tranche/tranche:{BEFORE}");
-        let load = repository().join("e2e/kind/load");
-        let load = load
+        let script = repository().join("e2e/kind/load");
+        let load = script
             .to_str()
             .context("the repository's path is not UTF-8")?;
         run(

@@ -352,8 +352,9 @@ impl Answer {
     fn remarks(&self) -> Vec<Block> {
         let mut remarks = Vec::new();
         if !self.default_prices.is_empty() {
-            let prices = self.default_prices.iter();
-            let prices: Vec<_> = prices
+            let prices: Vec<_> = self
+                .default_prices
+                .iter()
                 .map(|(product, price)| format!("{product} {price}"))
                 .collect();
             remarks.push(format!(

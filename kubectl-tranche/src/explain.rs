@@ -216,13 +216,13 @@ fn answer(obstacles: &mut Vec<String>, judged: &[Judged<'_>]) -> Answer {
     let open = judged
         .iter()
         .filter(|(_, keeps_off, _)| keeps_off.is_empty());
-    let problems = open
+    let mut problems: Vec<&Problem> = open
         .clone()
         .filter_map(|(_, _, report)| match &report.verdict {
             Verdict::Problem(problem) => Some(problem),
             _ => None,
-        });
-    let mut problems: Vec<&Problem> = problems.collect();
+        })
+        .collect();
     // An error on one node ends the attempt on all.
     problems.sort_by_key(|problem| matches!(problem, Problem::Unjudged(_)));
     match problems.first() {

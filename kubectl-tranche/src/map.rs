@@ -125,13 +125,19 @@ fn segments(gpu: &Gpu) -> Vec<Segment> {
             whole.collect()
         }
         Room::Places { free, .. } => {
-            let held = gpu.held.iter().flat_map(of_tenants);
-            let held = held.map(|(_, content)| segment(1, content));
+            let held = gpu
+                .held
+                .iter()
+                .flat_map(of_tenants)
+                .map(|(_, content)| segment(1, content));
             held.chain([segment(*free, Content::Free)]).collect()
         }
         Room::Shares(room) => {
-            let held = gpu.held.iter().flat_map(of_tenants);
-            let held = held.map(|(memory, content)| segment(memory, content));
+            let held = gpu
+                .held
+                .iter()
+                .flat_map(of_tenants)
+                .map(|(memory, content)| segment(memory, content));
             held.chain(rest(room.free_memory, room.stranded_memory))
                 .collect()
         }
@@ -142,10 +148,9 @@ fn segments(gpu: &Gpu) -> Vec<Segment> {
             let sum: u64 = held.iter().map(|it| it.memory).sum();
             // Each partition has memory slices by its part of the memory of all partitions.
             let slices = |memory: u64| (memory * taken + sum / 2).checked_div(sum).unwrap_or(1);
-            let held = held
-                .into_iter()
-                .map(|it| segment(slices(it.memory), of_device(it)));
-            held.chain(rest(room.free_memory.into(), room.stranded_memory.into()))
+            held.into_iter()
+                .map(|it| segment(slices(it.memory), of_device(it)))
+                .chain(rest(room.free_memory.into(), room.stranded_memory.into()))
                 .collect()
         }
     };

@@ -53,8 +53,8 @@ impl Money {
     /// `numerator / denominator` of this, rounded down; nothing where the denominator is 0.
     #[must_use]
     pub fn part(self, numerator: u128, denominator: u128) -> Self {
-        let part = u128::from(self.0).saturating_mul(numerator);
-        let part = part.checked_div(denominator).unwrap_or_default();
+        let product = u128::from(self.0).saturating_mul(numerator);
+        let part = product.checked_div(denominator).unwrap_or_default();
         Self(u64::try_from(part).unwrap_or(u64::MAX))
     }
 

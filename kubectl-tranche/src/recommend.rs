@@ -84,11 +84,13 @@ pub fn read(words: &[String]) -> Result<Answers, AnswerError> {
         let (name, answer) = word
             .split_once('=')
             .ok_or_else(|| AnswerError::Syntax(word.clone()))?;
-        let question = TREE.iter().find(|it| it.name == name);
-        let question = question.ok_or_else(|| AnswerError::Question {
-            name: name.to_owned(),
-            known: names(TREE.iter().map(|it| it.name)),
-        })?;
+        let question =
+            TREE.iter()
+                .find(|it| it.name == name)
+                .ok_or_else(|| AnswerError::Question {
+                    name: name.to_owned(),
+                    known: names(TREE.iter().map(|it| it.name)),
+                })?;
         answers.insert(question.name, question.choice(answer)?.answer);
     }
     Ok(answers)
@@ -113,8 +115,9 @@ impl Question {
     /// Its answers as they are written, with what they mean.
     #[must_use]
     pub fn known(&self) -> String {
-        let choices = self.choices.iter();
-        let choices: Vec<_> = choices
+        let choices: Vec<_> = self
+            .choices
+            .iter()
             .map(|it| format!("{}={} ({})", self.name, it.answer, it.meaning))
             .collect();
         choices.join(" or ")

@@ -247,8 +247,9 @@ fn ask(question: &recommend::Question) -> Result<&'static recommend::Choice, Ans
     loop {
         output::note(Tone::Heading, known.trim_end());
         let mut line = String::new();
-        let read = io::stdin().read_line(&mut line);
-        let read = read.map_err(|error| AnswerError::Read(error.to_string()))?;
+        let read = io::stdin()
+            .read_line(&mut line)
+            .map_err(|error| AnswerError::Read(error.to_string()))?;
         if read == 0 {
             return recommend::missing(question);
         }

@@ -25,14 +25,15 @@ pub fn run(args: Args) -> anyhow::Result<Vec<Row>> {
         .iter()
         .flat_map(|it| it.spec.devices.iter().flatten())
         .next();
-    let memory = first.and_then(|it| it.capacity.as_ref()?.get(capacity::MEMORY));
-    let memory = memory.context("a capped device without memory")?;
+    let memory = first
+        .and_then(|it| it.capacity.as_ref()?.get(capacity::MEMORY))
+        .context("a capped device without memory")?;
     let usable = Quantity::try_from(&memory.value)?.to_count()?;
     let step = policy.spec.capped.memory_step.to_count()?;
     let share = |number: usize, size: u32| {
         // Rounded down, so that shares that add up to a GPU fit in one.
-        let memory = usable / 1000 * u64::from(size);
-        let memory = memory - memory % step;
+        let part = usable / 1000 * u64::from(size);
+        let memory = part - part % step;
         let request = json!({
             "deviceClassName": Tier::Capped.class_name(),
             "capacity": {"requests": {"memory": memory.to_string(), "cores": (size / 10).to_string()}},

@@ -113,8 +113,12 @@ impl BestFit {
 impl Place for BestFit {
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize> {
         let (name, _) = profile(size);
-        let wanted = self.model.profiles.iter().find(|it| it.name == name);
-        let wanted = wanted.with_context(|| format!("no profile {name}"))?;
+        let wanted = self
+            .model
+            .profiles
+            .iter()
+            .find(|it| it.name == name)
+            .with_context(|| format!("no profile {name}"))?;
         let mut best = None;
         for (gpu, held) in self.held.iter().enumerate() {
             let held: Vec<Placed> = held.iter().map(|(_, placed)| *placed).collect();

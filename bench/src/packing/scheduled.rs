@@ -46,8 +46,11 @@ impl Node {
             policies: std::slice::from_ref(&policy),
             retained: &[],
         })?;
-        let slices = plan.slices.iter().map(|slice| plan.object(slice, 1));
-        let slices: Vec<ResourceSlice> = slices.collect();
+        let slices: Vec<ResourceSlice> = plan
+            .slices
+            .iter()
+            .map(|slice| plan.object(slice, 1))
+            .collect();
         let mut of_device = BTreeMap::new();
         for device in slices
             .iter()
@@ -57,8 +60,10 @@ impl Node {
                 .attributes
                 .as_ref()
                 .and_then(|it| it.get(attribute::UUID)?.string.as_ref());
-            let gpu = uuids.iter().position(|it| Some(*it) == uuid);
-            let gpu = gpu.with_context(|| format!("{} is of no GPU", device.name))?;
+            let gpu = uuids
+                .iter()
+                .position(|it| Some(*it) == uuid)
+                .with_context(|| format!("{} is of no GPU", device.name))?;
             of_device.insert(device.name.clone(), gpu);
         }
         anyhow::ensure!(!of_device.is_empty(), "no device is planned");

@@ -188,7 +188,7 @@ fn cap(folder: &Path, shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> 
 
 /// A share's two pages, on tmpfs.
 fn pages(folder: &Path, key: &str, gpu: &str, cores: u8, grant: Grant) -> anyhow::Result<()> {
-    let cap = CapPage {
+    let mut cap = CapPage {
         gpu_uuid: gpu,
         memory_limit: Some(LIMIT),
         resident_limit: None,
@@ -198,20 +198,19 @@ fn pages(folder: &Path, key: &str, gpu: &str, cores: u8, grant: Grant) -> anyhow
         compute_policy: ComputePolicy::Strict,
         claim_uid: "00000000-0000-4000-8000-000000000000",
         device_key: key,
-    };
-    let mut cap = cap
-        .encode()
-        .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
+    }
+    .encode()
+    .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
     if let Grant::Endless = grant {
         let endless = Refill {
             rate: 1_000_000_000_000,
             until: u64::MAX,
             ..Refill::default()
         };
-        let at = refill::OFFSET;
-        cap[at..at + 8].copy_from_slice(&1u64.to_le_bytes());
-        let at = at + refill::offset_of_turn(1);
-        cap[at..at + refill::COPY_LEN].copy_from_slice(&endless.encode());
+        let turn = refill::OFFSET;
+        cap[turn..turn + 8].copy_from_slice(&1u64.to_le_bytes());
+        let copy = turn + refill::offset_of_turn(1);
+        cap[copy..copy + refill::COPY_LEN].copy_from_slice(&endless.encode());
     }
     let share = Path::new(paths::SHARES).join(key);
     fs::create_dir_all(&share)?;

@@ -41,8 +41,8 @@ impl Planner {
             .clone()
             .map(|it| serde_json::from_value(gpu(it)).unwrap())
             .collect();
-        let uuids: Vec<String> = places.map(Place::uuid).collect();
-        let uuids: Vec<&str> = uuids.iter().map(String::as_str).collect();
+        let owned: Vec<String> = places.map(Place::uuid).collect();
+        let uuids: Vec<&str> = owned.iter().map(String::as_str).collect();
         let mut inventory = Inventory::new(DRIVER_VERSION.into(), "13.0".into(), described);
         inventory.mig_geometries = vec![tables::h100(&uuids)];
         let name = Place { node, gpu: 0 }.node_name();
@@ -64,8 +64,8 @@ impl Planner {
             withheld: &[],
             policies: std::slice::from_ref(&self.0),
             retained: &[],
-        });
-        let planned = planned.unwrap();
+        })
+        .unwrap();
         // Pages are counted by it.
         assert_eq!(planned.slices.len(), gpus + 1, "slices of {name}");
         let slices = planned.slices.into_iter().map(|slice| {

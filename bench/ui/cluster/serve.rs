@@ -101,8 +101,8 @@ impl Page {
         if next < all.len() {
             metadata["continue"] = json!(next.to_string());
         }
-        let items: Vec<String> = all[start..next].iter().map(object).collect();
-        let items = items.join(",");
+        let page: Vec<String> = all[start..next].iter().map(object).collect();
+        let items = page.join(",");
         let list = format!(
             r#"{{"kind":"List","apiVersion":"v1","metadata":{metadata},"items":[{items}]}}"#
         );

@@ -133,8 +133,10 @@ pub fn expressions(repository: &Path) -> Result<Vec<Expression>, FileError> {
 pub fn scrape_job(repository: &Path) -> Result<Value, FileError> {
     let path = repository.join("docs/monitoring.md");
     let page = read(&path)?;
-    let block = page.split("```yaml\n").nth(1);
-    let block = block.and_then(|rest| rest.split("```").next());
+    let block = page
+        .split("```yaml\n")
+        .nth(1)
+        .and_then(|rest| rest.split("```").next());
     let jobs: Vec<Value> =
         serde_saphyr::from_str(block.unwrap_or_default()).map_err(|e| FileError {
             path: path.clone(),

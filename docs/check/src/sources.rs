@@ -117,8 +117,11 @@ pub fn messages(repository: &Path) -> Result<Messages, SourceError> {
             problem,
         };
         let text = fs::read_to_string(&path).map_err(|e| error(e.to_string()))?;
-        let name = path.strip_prefix(repository).unwrap_or(&path);
-        let name = name.display().to_string();
+        let name = path
+            .strip_prefix(repository)
+            .unwrap_or(&path)
+            .display()
+            .to_string();
         let is_command = COMMANDS.iter().any(|it| name.starts_with(it));
         for message in of_source(&text, is_command).map_err(|e| error(e.to_string()))? {
             found.entry(message).or_insert_with(|| name.clone());
@@ -153,8 +156,11 @@ fn of_rules(object: &Value) -> Vec<String> {
             }
             if let Some(text) = fields.get("messageExpression").and_then(Value::as_str) {
                 // Its literals are between quotes; what is joined to them varies.
-                let parts = text.trim().split('"').enumerate();
-                let parts = parts.map(|(at, part)| if at % 2 == 1 { part } else { "{}" });
+                let parts = text
+                    .trim()
+                    .split('"')
+                    .enumerate()
+                    .map(|(at, part)| if at % 2 == 1 { part } else { "{}" });
                 found.push(
                     fixed_words(&parts.collect::<String>())
                         .trim_matches('…')

@@ -111,9 +111,9 @@ fn sources(section: &str) -> impl Iterator<Item = &str> {
 /// The page with these messages in its lists.
 pub fn updated(page: &str, messages: &Messages) -> Result<String, PageError> {
     let notes = notes(page);
-    let mut sections = page.split(SECTION);
-    let mut text = sections.next().unwrap_or_default().trim_end().to_owned();
-    let sections: Vec<_> = sections.collect();
+    let mut parts = page.split(SECTION);
+    let mut text = parts.next().unwrap_or_default().trim_end().to_owned();
+    let sections: Vec<_> = parts.collect();
     let named: Vec<&str> = sections.iter().flat_map(|it| sources(it)).collect();
     let mut lists: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut homeless = BTreeSet::new();

@@ -83,8 +83,13 @@ const NO_PRODUCT: [&str; 12] = [
 #[test]
 fn every_crate_of_the_product_is_searched() {
     let manifest = std::fs::read_to_string(repository().join("Cargo.toml")).unwrap();
-    let members = manifest.split_once("members = [").unwrap().1;
-    let members = members.split_once(']').unwrap().0;
+    let members = manifest
+        .split_once("members = [")
+        .unwrap()
+        .1
+        .split_once(']')
+        .unwrap()
+        .0;
     for member in members.split('"').skip(1).step_by(2) {
         let source = format!("{member}/src");
         let is_product = sources::FOLDERS.contains(&source.as_str());

@@ -155,8 +155,7 @@ fn address(pod: &Pod) -> String {
 /// The status of a running pod.
 fn started(pod: &Pod, address: &str) -> Value {
     let now = Timestamp::now().strftime("%FT%TZ").to_string();
-    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
-    let containers = containers.map(|container| json!({
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers).map(|container| json!({
         "name": container.name, "image": container.image, "imageID": "", "ready": true, "started": true, "restartCount": 0,
         "state": {"running": {"startedAt": now}},
     }));

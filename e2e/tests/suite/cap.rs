@@ -124,8 +124,11 @@ fn processes_of_a_share_have_one_account_and_the_dead_give_back() -> anyhow::Res
             until [ $(grep -l -e 'beat 1:' -e OUT_OF_MEMORY /tmp/[1234] | wc -l) = 4 ]; do usleep 20000; done
             grep -l 'beat 1:' /tmp/[1234] | wc -l
             kill $(jobs -p) || true";
-        let holders = pod.stdout(&["timeout", "30", "sh", "-c", four]).await?;
-        let holders: u64 = holders.trim().parse()?;
+        let holders: u64 = pod
+            .stdout(&["timeout", "30", "sh", "-c", four])
+            .await?
+            .trim()
+            .parse()?;
         ensure!(
             holders >= 1 && holders * GI + (holders - 1) * CONTEXT <= LIMIT,
             "{holders} processes hold 1 GiB each"

@@ -308,8 +308,11 @@ fn example_10_replicas() -> anyhow::Result<()> {
         apply(case, "10-replicas").await?;
         let replicas = wait::for_answer("two replicas", wait::USUAL, async || {
             let pods = namespace.pods().list(&ListParams::default()).await?;
-            let names = pods.items.into_iter().filter_map(|pod| pod.metadata.name);
-            let names: Vec<_> = names.collect();
+            let names: Vec<_> = pods
+                .items
+                .into_iter()
+                .filter_map(|pod| pod.metadata.name)
+                .collect();
             Ok((names.len() == 2).then_some(names))
         })
         .await?;

@@ -70,14 +70,17 @@ fn get_top_and_map_show_the_pods_parts_of_gpus() -> anyhow::Result<()> {
             .await?
             .json()?;
         let rows = top["gpus"].as_array().context("rows")?;
-        let row = rows.iter().find(|row| row["uuid"] == **uuids[0]);
-        let row = row.with_context(|| format!("no row of {}: {top}", uuids[0]))?;
+        let row = rows
+            .iter()
+            .find(|row| row["uuid"] == **uuids[0])
+            .with_context(|| format!("no row of {}: {top}", uuids[0]))?;
         ensure!(
             row["allocatedMemory"] == 20_u64 << 30 && row["room"]["freeCores"] == 75,
             "{row}"
         );
-        let pods = tranche(&["top", "pods", "--namespace", name]).await?;
-        let pods = pods.output()?;
+        let pods = tranche(&["top", "pods", "--namespace", name])
+            .await?
+            .output()?;
         ensure!(
             pods.contains("shared") && pods.contains("partition 1g.10gb"),
             "{pods}"

@@ -30,8 +30,10 @@ async fn driver(case: &Case, gpu: &Gpu) -> anyhow::Result<String> {
 async fn devices_of(case: &Case, tiers: &[Tier]) -> anyhow::Result<BTreeMap<String, Device>> {
     let wanted = |slices: &BTreeMap<String, ResourceSlice>| {
         let slices = system::complete(slices)?.into_values();
-        let devices = slices.flat_map(|slice| slice.spec.devices.into_iter().flatten());
-        let devices: BTreeMap<_, _> = devices.map(|it| (it.name.clone(), it)).collect();
+        let devices: BTreeMap<_, _> = slices
+            .flat_map(|slice| slice.spec.devices.into_iter().flatten())
+            .map(|it| (it.name.clone(), it))
+            .collect();
         let mut shown = devices
             .values()
             .map(|it| system::text(it, attribute::ISOLATION));
@@ -71,14 +73,14 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         let machine = namespace.started("machine", &request).await?;
 
         let group = iommu_group(&before, gpu)?;
-        let nodes = machine
+        let listed = machine
             .stdout(&[
                 "sh",
                 "-c",
                 "cd /dev; ls -d vfio/* nvidia* 2>/dev/null || true",
             ])
             .await?;
-        let nodes: Vec<_> = nodes.lines().collect();
+        let nodes: Vec<_> = listed.lines().collect();
         ensure!(
             nodes == [&*format!("vfio/{group}"), "vfio/vfio"],
             "{nodes:?}"
@@ -115,10 +117,11 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
             .await?;
         ensure!(beside.seen().await?.len() == 1);
         let after = devices_of(case, &tiers).await?;
-        let changed = after
+        let changed: Vec<_> = after
             .iter()
-            .filter(|(name, it)| before.get(*name) != Some(it));
-        let changed: Vec<_> = changed.map(|(name, _)| name).collect();
+            .filter(|(name, it)| before.get(*name) != Some(it))
+            .map(|(name, _)| name)
+            .collect();
         ensure!(
             changed.is_empty() && after.len() == before.len(),
             "{changed:?}, {} devices of {}",

@@ -173,33 +173,39 @@ fn each_dashboard_query_gives_data_and_each_alert_is_evaluated() -> anyhow::Resu
         let prometheus = Prometheus::start(case, &token).await?;
         let pod = in_use(case, &namespace, &prometheus).await?;
 
-        let of_dashboards = expressions(&repository())?;
-        let of_dashboards = of_dashboards.into_iter().map(|it| (it.place, it.query));
+        let of_dashboards = expressions(&repository())?
+            .into_iter()
+            .map(|it| (it.place, it.query));
         all_give_data(&prometheus, of_dashboards).await?;
         // What an alert compares has to be there, or it never fires.
         let alerts = alerts(&repository())?;
         let of_alerts = alerts.iter().flat_map(|alert| {
-            let names = metrics(&alert.expr).into_iter();
-            let names = names.filter(|name| !ONLY_IN_TROUBLE.contains(name));
+            let names = metrics(&alert.expr)
+                .into_iter()
+                .filter(|name| !ONLY_IN_TROUBLE.contains(name));
             names.map(|name| (alert.alert.clone(), name.to_owned()))
         });
         all_give_data(&prometheus, of_alerts).await?;
 
         let rules = prometheus.rules().await?;
         for alert in alerts {
-            let error = rules.get(&alert.alert);
-            let error = error.with_context(|| format!("{} is not loaded", alert.alert))?;
+            let error = rules
+                .get(&alert.alert)
+                .with_context(|| format!("{} is not loaded", alert.alert))?;
             ensure!(error.is_empty(), "{}: {error}", alert.alert);
         }
         // Tenants' labels stay, and the targets' are beside them.
         let used = prometheus
             .numbers("tranche_share_memory_used_bytes > 0")
             .await?;
-        let labels = used.iter().map(|it| &it.labels).find(|it| {
-            it.get("namespace").map(String::as_str) == Some(namespace.name())
-                && it.get("pod").map(String::as_str) == Some(pod.name())
-        });
-        let labels = labels.with_context(|| format!("the pod's labels: {used:?}"))?;
+        let labels = used
+            .iter()
+            .map(|it| &it.labels)
+            .find(|it| {
+                it.get("namespace").map(String::as_str) == Some(namespace.name())
+                    && it.get("pod").map(String::as_str) == Some(pod.name())
+            })
+            .with_context(|| format!("the pod's labels: {used:?}"))?;
         ensure!(
             labels.get("node").map(String::as_str) == Some(case.node.name())
                 && labels.get("component").map(String::as_str) == Some("tranche-node-plugin"),

@@ -50,8 +50,10 @@ fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
 /// restores the old file.
 async fn newer_driver(case: &Case) -> anyhow::Result<String> {
     let shell = async |script: String| case.node.shell(&script).await;
-    let library = shell("readlink -f /usr/lib/x86_64-linux-gnu/libcuda.so.1".into()).await?;
-    let library = library.trim().to_owned();
+    let library = shell("readlink -f /usr/lib/x86_64-linux-gnu/libcuda.so.1".into())
+        .await?
+        .trim()
+        .to_owned();
     let put_back = format!("if [ -e {library}.old ]; then mv -f {library}.old {library}; fi");
     let (node, script) = (case.node.clone(), put_back.clone());
     case.afterwards(

@@ -72,8 +72,8 @@ fn texts(edits: &[Value], list: &str) -> Vec<String> {
 
 /// Checks that the container has everything that the edits name.
 async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()> {
-    let environment = pod.stdout(&["env"]).await?;
-    let environment: BTreeSet<_> = environment.lines().collect();
+    let printed = pod.stdout(&["env"]).await?;
+    let environment: BTreeSet<_> = printed.lines().collect();
     let wanted = texts(edits, "env");
     ensure!(!wanted.is_empty(), "no variable in {edits:?}");
     for variable in wanted {
@@ -99,8 +99,11 @@ async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()
         // Many images have a link there.
         let behind_link = path.replacen("/var/run/", "/run/", 1);
         let is_it = |fields: &&Vec<&str>| fields[4] == path || fields[4] == behind_link;
-        let found = mounted.iter().rev().find(is_it);
-        let found = found.with_context(|| format!("{path} is not mounted: {mounts}"))?;
+        let found = mounted
+            .iter()
+            .rev()
+            .find(is_it)
+            .with_context(|| format!("{path} is not mounted: {mounts}"))?;
         let options: Vec<_> = found[5].split(',').collect();
         for option in ["ro", "rw", "nosuid", "nodev", "noexec"] {
             let wanted = mount["options"].as_array().into_iter().flatten();
@@ -123,8 +126,12 @@ async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()
         );
         devices.insert(path);
     }
-    let all = pod.stdout(&["sh", "-c", "ls -d /dev/nvidia*"]).await?;
-    let all: BTreeSet<_> = all.lines().map(str::to_owned).collect();
+    let all: BTreeSet<_> = pod
+        .stdout(&["sh", "-c", "ls -d /dev/nvidia*"])
+        .await?
+        .lines()
+        .map(str::to_owned)
+        .collect();
     ensure!(all == devices, "{all:?}, not {devices:?}");
 
     // What the hooks have made: each link, and the loader's cache.

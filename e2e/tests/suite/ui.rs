@@ -47,8 +47,11 @@ impl Page {
             .spawn()
             .context("running kubectl-tranche")?;
         let output = command.stdout.take().context("the command's output")?;
-        let url = BufReader::new(output).lines().next_line().await?;
-        let url = url.context("the command ended")?;
+        let url = BufReader::new(output)
+            .lines()
+            .next_line()
+            .await?
+            .context("the command ended")?;
         let browser = Browser::start().await?;
         browser.look(DESK).await?;
         browser.open(&url).await?;
@@ -79,10 +82,10 @@ impl Page {
                 "return document.getElementById('waiting').innerText.includes({})",
                 json!(message)
             );
-            let shown =
-                self.browser
-                    .wait_for::<bool>("the waiting pod's reason", wait::LIVE, &find);
-            let shown = shown.await;
+            let shown = self
+                .browser
+                .wait_for::<bool>("the waiting pod's reason", wait::LIVE, &find)
+                .await;
             if shown.is_ok() || pod.unschedulable().await? == message {
                 return shown.map(drop).context(message);
             }
@@ -115,8 +118,10 @@ impl Page {
              return tiles.length === {} && tiles.map((it) => it.dataset.uuid)",
             pods.len()
         );
-        let tiles = self.browser.wait_for("the GPUs", wait::USUAL, &script);
-        let tiles: Vec<String> = tiles.await?;
+        let tiles: Vec<String> = self
+            .browser
+            .wait_for("the GPUs", wait::USUAL, &script)
+            .await?;
         ensure!(tiles.len() >= 2, "{tiles:?}");
         Ok((pods, tiles))
     }

@@ -65,8 +65,10 @@ impl Reader<'_> {
     async fn series(&self, name: &str, uuid: &str) -> anyhow::Result<Series> {
         let text = self.text("/metrics").await?;
         let of_gpu = format!("UUID=\"{uuid}\"");
-        let lines = text.lines().filter(|line| line.contains(&of_gpu));
-        let lines = lines.filter(|line| line.starts_with(&format!("{name}{{")));
+        let lines = text
+            .lines()
+            .filter(|line| line.contains(&of_gpu))
+            .filter(|line| line.starts_with(&format!("{name}{{")));
         let series = lines.map(|line| {
             let (labels, value) = line.rsplit_once(' ').context("a value")?;
             let pod = labels
@@ -106,8 +108,11 @@ async fn spun(
     ensure!(!steady.is_empty(), "too few scrapes while they spun");
     // Of one moment they may differ from the whole on a busy machine.
     let median = |pod: &PodHandle| {
-        let values: Option<Vec<f64>> = steady.iter().map(|it| of(it, pod.name())).collect();
-        let mut values = values.with_context(|| format!("{steady:?}"))?;
+        let mut values = steady
+            .iter()
+            .map(|it| of(it, pod.name()))
+            .collect::<Option<Vec<f64>>>()
+            .with_context(|| format!("{steady:?}"))?;
         values.sort_by(f64::total_cmp);
         anyhow::Ok(values[values.len() / 2])
     };

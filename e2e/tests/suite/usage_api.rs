@@ -151,8 +151,9 @@ async fn a_reader_sees_all(case: &Case, name: &str, neighbour: &str) -> anyhow::
         nodes.lines().any(|line| line.starts_with(case.node.name())),
         "{nodes}"
     );
-    let all = kubectl(&reader, &["get", "claimusages", "--all-namespaces"]).await?;
-    let all = all.map_err(anyhow::Error::msg)?;
+    let all = kubectl(&reader, &["get", "claimusages", "--all-namespaces"])
+        .await?
+        .map_err(anyhow::Error::msg)?;
     ensure!(all.contains(name) && all.contains(neighbour), "{all}");
     Ok(reader)
 }
@@ -259,9 +260,9 @@ fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
         })
         .await?;
         ensure!(row["pods"][0]["pod"] == "holder", "{row}");
-        let gpus = tranche(&["top", "gpus", "--output", "json"]).await?;
-        ensure!(!gpus.stderr.contains("usage is"), "{gpus:?}");
-        let gpus = gpus.json()?;
+        let top = tranche(&["top", "gpus", "--output", "json"]).await?;
+        ensure!(!top.stderr.contains("usage is"), "{top:?}");
+        let gpus = top.json()?;
         let mut rows = gpus["gpus"].as_array().context("rows")?.iter();
         let of_gpu = rows.find(|row| row["uuid"] == **uuid).context("the GPU")?;
         ensure!(of_gpu["used"]["memory"].as_u64() >= Some(GI), "{of_gpu}");
@@ -274,8 +275,9 @@ fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
         let cost = ["cost", "--by", "claim", "--output", "json"];
         let cost = tranche(&cost).await?.json()?;
         let mut sizes = cost["rightSizes"].as_array().context("sizes")?.iter();
-        let size = sizes.find(|it| it["claim"] == *holder);
-        let size = size.with_context(|| format!("no size of {holder}: {cost}"))?;
+        let size = sizes
+            .find(|it| it["claim"] == *holder)
+            .with_context(|| format!("no size of {holder}: {cost}"))?;
         ensure!(
             size["requestedMemory"] == 4 * GI && size["suggestedMemory"].as_u64() < Some(4 * GI),
             "{size}"

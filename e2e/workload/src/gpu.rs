@@ -89,12 +89,12 @@ impl Gpu {
 
     /// `GPU-…`, as NVML and nvidia-smi print it.
     pub fn uuid(&self) -> anyhow::Result<String> {
-        let uuid = self
+        let raw = self
             .context
             .uuid()
             .map_err(named)
             .context("cuDeviceGetUuid")?;
-        let uuid = uuid::Uuid::from_bytes(uuid.bytes.map(i8::cast_unsigned));
+        let uuid = uuid::Uuid::from_bytes(raw.bytes.map(i8::cast_unsigned));
         Ok(format!("GPU-{uuid}"))
     }
 

@@ -90,8 +90,9 @@ impl Kernel {
         let function = unsafe {
             result::module::load_data(code.as_ptr().cast())
                 .and_then(|module| result::module::get_function(module, name))
-        };
-        let function = function.map_err(named).context("loading the kernel")?;
+        }
+        .map_err(named)
+        .context("loading the kernel")?;
         let mut kernel = Self {
             stream,
             launch,

@@ -108,8 +108,7 @@ impl<'a> Cluster<'a> {
         claims: &[&'a ResourceClaim],
         released: &[&str],
     ) -> Result<Verdict, Problem> {
-        let kept = self.claims.iter().copied();
-        let kept = kept.filter(|claim| {
+        let kept = self.claims.iter().copied().filter(|claim| {
             released.is_empty() || !released.contains(&request::name(claim).as_str())
         });
         let held = Holdings::of(&kept.collect::<Vec<_>>())?;
@@ -139,8 +138,10 @@ impl<'a> Cluster<'a> {
     }
 
     fn wanted(&self, claims: &[&'a ResourceClaim]) -> Result<Vec<request::Claim<'a>>, Problem> {
-        let named = self.classes.iter();
-        let named = named.filter_map(|class| Some((class.metadata.name.as_deref()?, class)));
+        let named = self
+            .classes
+            .iter()
+            .filter_map(|class| Some((class.metadata.name.as_deref()?, class)));
         let classes: BTreeMap<&'a str, &'a DeviceClass> = named.collect();
         let wanted = claims.iter().map(|claim| request::read(claim, &classes));
         wanted.collect()

@@ -161,10 +161,10 @@ fn content<'a>(
         if all.iter().any(|it| it.spec.pool.generation > generation) {
             return Ok(None);
         }
-        let current = all
+        let current: Vec<&ResourceSlice> = all
             .into_iter()
-            .filter(|it| it.spec.pool.generation == generation && !self::has_groups(it));
-        let current: Vec<&ResourceSlice> = current.collect();
+            .filter(|it| it.spec.pool.generation == generation && !self::has_groups(it))
+            .collect();
         if !complete(current.len()) {
             let seen = current.len();
             return Ok(Some(Content::Incomplete { seen, expected }));
@@ -221,8 +221,9 @@ fn build<'a>(
         let problem = format!("duplicate counter set name {name}");
         return Ok(Content::Invalid(problem));
     }
-    let elsewhere = elsewhere.iter().filter(without_counters);
     let elsewhere: Vec<&Device> = elsewhere
+        .iter()
+        .filter(without_counters)
         .flat_map(|slice| slice.spec.devices.iter().flatten())
         .collect();
     let all = devices

@@ -25,8 +25,8 @@ pub(super) fn find(
         groups.insert(holders.map(|holder| holder.claim.as_str()).collect());
     }
     groups.remove(&BTreeSet::new());
-    let all: BTreeSet<&str> = groups.iter().flatten().copied().collect();
-    let all: Vec<&str> = all.into_iter().collect();
+    let distinct: BTreeSet<&str> = groups.iter().flatten().copied().collect();
+    let all: Vec<&str> = distinct.into_iter().collect();
 
     let mut tries = MOST_TRIES;
     let mut try_set = |set: &[&str]| {

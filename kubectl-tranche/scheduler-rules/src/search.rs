@@ -146,16 +146,17 @@ impl<'a, 'b> Search<'a, 'b> {
         claims: Vec<Claim<'a>>,
     ) -> Result<Self, Problem> {
         let free = pools.iter().map(|pool| self::free_counters(pool, held));
-        let devices = pools.iter().map(|pool| match &pool.content {
-            Content::Ready(ready) => &*ready.devices,
-            // No device of it is allocated.
-            Content::Incomplete { .. } | Content::Invalid(_) => &[],
-        });
-        let devices: Vec<&[PoolDevice<'a>]> = devices.collect();
-        let subjects = devices.iter().map(|devices| {
-            let devices = devices.iter();
-            devices.map(|_| OnceCell::new()).collect()
-        });
+        let devices: Vec<&[PoolDevice<'a>]> = pools
+            .iter()
+            .map(|pool| match &pool.content {
+                Content::Ready(ready) => &*ready.devices,
+                // No device of it is allocated.
+                Content::Incomplete { .. } | Content::Invalid(_) => &[],
+            })
+            .collect();
+        let subjects = devices
+            .iter()
+            .map(|devices| devices.iter().map(|_| OnceCell::new()).collect());
         Ok(Self {
             node,
             pools,
@@ -417,11 +418,12 @@ impl<'a, 'b> Search<'a, 'b> {
     fn select(&self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
         let ask = self.ask(at);
         let class = ask.class.spec.as_ref();
-        let class = class.and_then(|spec| spec.selectors.as_deref());
-        let class: &'a [DeviceSelector] = class.unwrap_or_default();
-        let class = class.iter().map(|it| (Selecting::Class, it));
-        let request = ask.selectors.iter().map(|it| (Selecting::Request, it));
-        for (by, selector) in class.chain(request) {
+        let selectors: &'a [DeviceSelector] = class
+            .and_then(|spec| spec.selectors.as_deref())
+            .unwrap_or_default();
+        let of_class = selectors.iter().map(|it| (Selecting::Class, it));
+        let of_request = ask.selectors.iter().map(|it| (Selecting::Request, it));
+        for (by, selector) in of_class.chain(of_request) {
             let place_name = || match by {
                 Selecting::Class => {
                     format!(
@@ -467,9 +469,9 @@ impl<'a, 'b> Search<'a, 'b> {
         let held = self.held(place);
         let sharing = self.sharing.get(&place);
         let used = |name: &str| {
-            let held = held.map_or(Ok(Quantity::ZERO), |held| held.consumed(name))?;
+            let old = held.map_or(Ok(Quantity::ZERO), |held| held.consumed(name))?;
             let new = sharing.and_then(|it| it.consumed.get(name)).copied();
-            held.checked_add(new.unwrap_or_default())
+            old.checked_add(new.unwrap_or_default())
                 .map_err(Problem::unjudged)
         };
         capacity::take(self.device(place), &self.ask(at).capacity, used)
@@ -599,8 +601,11 @@ impl<'a, 'b> Search<'a, 'b> {
         self.add_counters(place, false)?;
         let mut blocked = None;
         for ((set, counter), free) in &self.free[place.pool] {
-            let taken = self.counters.get(&(place.pool, set, counter)).copied();
-            let taken = taken.unwrap_or_default();
+            let taken = self
+                .counters
+                .get(&(place.pool, set, counter))
+                .copied()
+                .unwrap_or_default();
             if *free < taken {
                 let wanted = self::consumption(self.device(place), set, counter)?;
                 let others = taken.checked_sub(wanted).map_err(Problem::unjudged)?;

@@ -82,12 +82,12 @@ impl Subject {
 impl Selectors {
     /// Whether a selector accepts a device.
     pub fn accept(&self, expression: &str, subject: &Subject) -> Result<bool, Fault> {
-        let parsed = self.parsed(expression);
-        let parsed = parsed.as_ref().as_ref().map_err(Clone::clone)?;
+        let result = self.parsed(expression);
+        let parsed = result.as_ref().as_ref().map_err(Clone::clone)?;
         let mut scope = self.context.new_inner_scope();
         scope.add_variable_as_val("device", subject.0.clone_as_boxed());
-        let result = Value::resolve_val(parsed, &scope);
-        match result {
+        let outcome = Value::resolve_val(parsed, &scope);
+        match outcome {
             Ok(value) => match value.downcast_ref::<CelBool>() {
                 Some(accepted) => Ok(*accepted.inner()),
                 None => Err(Fault::Runtime(format!(
@@ -105,10 +105,10 @@ impl Selectors {
         }
         // The API server has accepted the expression, so it is the parser here that does not know something.
         let parser = self.env.parser().enable_ident_escape_syntax(true);
-        let parsed = parser
+        let result = parser
             .parse(expression)
             .map_err(|error| Fault::Unjudged(format!("the selector {expression:?}: {error}")));
-        let parsed = Rc::new(parsed);
+        let parsed = Rc::new(result);
         let known = &mut *self.parsed.borrow_mut();
         known.insert(expression.to_owned(), Rc::clone(&parsed));
         parsed

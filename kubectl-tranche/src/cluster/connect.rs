@@ -85,8 +85,10 @@ impl Connection {
         if !self.impersonate_groups.is_empty() {
             config.auth_info.impersonate_groups = Some(self.impersonate_groups.clone());
         }
-        let namespace = self.namespace.clone();
-        let namespace = namespace.unwrap_or_else(|| config.default_namespace.clone());
+        let namespace = self
+            .namespace
+            .clone()
+            .unwrap_or_else(|| config.default_namespace.clone());
         let client = Client::try_from(config).map_err(ConnectError::Client)?;
         Ok(Cluster::new(client, &namespace, &self.system_namespace))
     }

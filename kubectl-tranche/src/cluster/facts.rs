@@ -84,8 +84,11 @@ impl Cluster {
     }
 
     async fn dra_versions(&self) -> Served<Vec<String>> {
-        let groups = self.client().list_api_groups().await;
-        let groups = groups.map_err(|error| problem::root(&error))?;
+        let groups = self
+            .client()
+            .list_api_groups()
+            .await
+            .map_err(|error| problem::root(&error))?;
         let dra = groups
             .groups
             .into_iter()
@@ -96,10 +99,10 @@ impl Cluster {
 
     /// The gates in the API server's metrics.
     async fn gates(&self) -> Served<BTreeMap<String, bool>> {
-        let request = http::Request::get("/metrics").body(Vec::new());
-        let request = request.map_err(|error| error.to_string())?;
-        let text = self.client().request_text(request).await;
-        let text = text.map_err(|error| {
+        let request = http::Request::get("/metrics")
+            .body(Vec::new())
+            .map_err(|error| error.to_string())?;
+        let text = self.client().request_text(request).await.map_err(|error| {
             format!(
                 "you may not get /metrics of the API server, which tells them ({})",
                 problem::root(&error)

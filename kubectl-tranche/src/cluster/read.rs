@@ -224,11 +224,11 @@ where
     let client = api.clone().into_client();
     loop {
         let request = list.list(&params).map_err(kube::Error::BuildRequest);
-        let page = match request {
+        let response = match request {
             Ok(request) => client.request::<ObjectList<T>>(request).await,
             Err(error) => Err(error),
         };
-        let page = page.map_err(|error| gap(resource, &error))?;
+        let page = response.map_err(|error| gap(resource, &error))?;
         page.items.into_iter().for_each(&mut take);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params.continue_token = Some(token),

@@ -110,8 +110,8 @@ mod tests {
 
     #[test]
     fn an_administrators_price_is_before_the_default() {
-        let data = [("NVIDIA-H100-80GB-HBM3", "2.01"), ("NVIDIA-L4", "cheap")];
-        let data = data.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let data = [("NVIDIA-H100-80GB-HBM3", "2.01"), ("NVIDIA-L4", "cheap")]
+            .map(|(key, value)| (key.to_owned(), value.to_owned()));
         let (prices, errors) = Prices::read(&data.into());
         let of = |product| {
             prices

@@ -116,10 +116,11 @@ fn gates(facts: &Facts) -> Vec<Finding> {
         FeatureGate::PartitionableDevices,
         FeatureGate::DeviceTaints,
     ];
-    let off = needed
+    let off: Vec<_> = needed
         .iter()
-        .filter(|gate| gates.get(gate.as_str()) == Some(&false));
-    let off: Vec<_> = off.map(|gate| gate.as_str()).collect();
+        .filter(|gate| gates.get(gate.as_str()) == Some(&false))
+        .map(|gate| gate.as_str())
+        .collect();
     if off.is_empty() {
         return vec![good(CHECK, "none that Tranche needs is off")];
     }
@@ -151,8 +152,10 @@ fn rights(facts: &Facts) -> Vec<Finding> {
             "the API server does not say what you may do",
         )];
     }
-    let missing = facts.access.iter().filter(|it| !it.is_allowed);
-    let missing: Vec<String> = missing
+    let missing: Vec<String> = facts
+        .access
+        .iter()
+        .filter(|it| !it.is_allowed)
         .map(|it| match it.namespace.as_str() {
             "" => format!("{} {}", it.verb, it.resource),
             namespace => format!("{} {} in {namespace}", it.verb, it.resource),
@@ -217,11 +220,11 @@ fn components(facts: &Facts) -> Vec<Finding> {
         .flat_map(|it| it.images.iter().map(String::as_str))
         .collect();
     if versions.len() > 1 {
-        let versions: Vec<_> = versions.into_iter().collect();
+        let listed: Vec<_> = versions.into_iter().collect();
         findings.push(finding(
             CHECK,
             Outcome::Warning,
-            format!("they run several images: {}", versions.join(", ")),
+            format!("they run several images: {}", listed.join(", ")),
             "wait for the roll-out to end; the MPS supervisor's pods are replaced only when they are deleted",
         ));
     }
@@ -376,8 +379,9 @@ fn usage(facts: &Facts) -> Vec<Finding> {
     const WAY_OUT: &str = "`top`, `cost` and `ui` show what is allocated without it; to have it, set usageApi.enabled of the chart, and \
         look at the logs of the usage API and of the nodes' plugins";
     let notes = notes(&facts.usage).into_iter();
-    let findings = notes.map(|line| finding(CHECK, Outcome::Warning, line, WAY_OUT));
-    let mut findings: Vec<Finding> = findings.collect();
+    let mut findings: Vec<Finding> = notes
+        .map(|line| finding(CHECK, Outcome::Warning, line, WAY_OUT))
+        .collect();
     if findings.is_empty() {
         findings.push(good(CHECK, "every node tells it"));
     }

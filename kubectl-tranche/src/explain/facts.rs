@@ -92,8 +92,10 @@ pub(super) enum Source<'a> {
 
 /// A pod's claims: their name in the pod, and where they come from.
 pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
-    let statuses = pod.status.as_ref();
-    let statuses = statuses.and_then(|status| status.resource_claim_statuses.as_ref());
+    let statuses = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.resource_claim_statuses.as_ref());
     let claims = pod
         .spec
         .as_ref()
@@ -119,12 +121,14 @@ pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
         };
         Some((claim.name.as_str(), source))
     });
-    let extended = pod.status.as_ref();
-    let extended = extended.and_then(|it| it.extended_resource_claim_status.as_ref());
-    let extended = extended.map(|it| {
-        let name = it.resource_claim_name.as_str();
-        ("extended resources", Source::Named(name))
-    });
+    let extended = pod
+        .status
+        .as_ref()
+        .and_then(|it| it.extended_resource_claim_status.as_ref())
+        .map(|it| {
+            let name = it.resource_claim_name.as_str();
+            ("extended resources", Source::Named(name))
+        });
     sources.chain(extended).collect()
 }
 

@@ -68,8 +68,7 @@ fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
             facts.namespace
         );
     }
-    let quotas = facts.quotas.iter().filter_map(exhausted);
-    let quotas: Vec<String> = quotas.collect();
+    let quotas: Vec<String> = facts.quotas.iter().filter_map(exhausted).collect();
     if quotas.is_empty() {
         return format!("no claim was made yet of the template {template} for {own}");
     }
@@ -106,8 +105,9 @@ fn of_claim(facts: &Facts, claim: &ResourceClaim) -> Vec<String> {
     }
     if facts::is_allocated(claim) {
         let status = claim.status.as_ref();
-        let reserved = status.and_then(|status| status.reserved_for.as_deref());
-        let reserved = reserved.unwrap_or_default();
+        let reserved = status
+            .and_then(|status| status.reserved_for.as_deref())
+            .unwrap_or_default();
         let pod = facts
             .pod
             .as_ref()
@@ -185,8 +185,12 @@ pub(super) fn node_obstacles(facts: &Facts, node: &Node) -> Vec<String> {
             && !tolerations.iter().any(|it| tolerates(it, taint))
     };
     for taint in taints.iter().filter(prevents) {
-        let value = taint.value.as_deref().filter(|value| !value.is_empty());
-        let value = value.map(|value| format!("={value}")).unwrap_or_default();
+        let value = taint
+            .value
+            .as_deref()
+            .filter(|value| !value.is_empty())
+            .map(|value| format!("={value}"))
+            .unwrap_or_default();
         lines.push(format!(
             "the node's taint {}{value}:{}",
             taint.key, taint.effect

@@ -69,8 +69,11 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
     if let Some(gap) = snapshot.obstacle() {
         return Err(Error::Gap(gap.clone()));
     }
-    let missing = [pods.gap, rules.gap].into_iter().flatten();
-    let missing: Vec<String> = missing.map(|gap| gap.message).collect();
+    let missing: Vec<String> = [pods.gap, rules.gap]
+        .into_iter()
+        .flatten()
+        .map(|gap| gap.message)
+        .collect();
     let (mut slices, pods) = (slices.objects, pods.objects);
     let templates = templates.gap.is_none().then(|| {
         let names = templates.objects.into_iter();
@@ -94,8 +97,9 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         Subject::Claim(name) => self::waiting_pod(pods, name),
     };
     let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
-    let extended = pod.as_ref();
-    let extended = extended.and_then(|pod| extended_resources::claim(pod, &snapshot.classes));
+    let extended = pod
+        .as_ref()
+        .and_then(|pod| extended_resources::claim(pod, &snapshot.classes));
     let facts = Facts {
         subject,
         namespace,

@@ -91,11 +91,11 @@ fn needs(request: &RequestReport) -> String {
         Some(count) => format!("{count} devices, each "),
         None => "all devices, each ".to_owned(),
     };
-    let amounts = request
+    let amounts: Vec<String> = request
         .asks
         .iter()
-        .map(|(name, amount)| format!("{amount} of {name}"));
-    let amounts: Vec<String> = amounts.collect();
+        .map(|(name, amount)| format!("{amount} of {name}"))
+        .collect();
     let amounts = if amounts.is_empty() {
         String::new()
     } else {
@@ -125,8 +125,7 @@ impl NodeExplanation {
             ));
         }
         if self.has_devices {
-            let got = self.would_get.iter().flatten().map(granted);
-            let got: Vec<String> = got.collect();
+            let got: Vec<String> = self.would_get.iter().flatten().map(granted).collect();
             lines.push(format!("  node {node}: has room: {}", got.join(", ")));
             return lines;
         }
@@ -224,10 +223,10 @@ impl Reason {
             Obstacle::InUse { .. } | Obstacle::Counters { .. }
                 if driver == DRIVER && !holders.is_empty() && holders.iter().all(is_ours) =>
             {
-                let holders = holders.iter();
                 Self::Serves {
                     gpu: subject(driver, device),
                     holders: holders
+                        .iter()
                         .map(|it| (it.claim.clone(), it.device.clone()))
                         .collect(),
                 }
@@ -247,10 +246,11 @@ impl Reason {
             let way = service(device).unwrap_or_default();
             ways.entry(way).or_default().push(claim.clone());
         }
-        let ways = ways
+        let texts: Vec<String> = ways
             .into_iter()
-            .map(|(way, claims)| format!("{way} to {}", list(claims)));
-        format!("{gpu} serves {}", ways.collect::<Vec<_>>().join(", "))
+            .map(|(way, claims)| format!("{way} to {}", list(claims)))
+            .collect();
+        format!("{gpu} serves {}", texts.join(", "))
     }
 }
 

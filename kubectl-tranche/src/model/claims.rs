@@ -117,8 +117,9 @@ pub struct ClaimDevice {
 /// The claims of ours, by namespace and name.
 pub(super) fn read(snapshot: &Snapshot, devices: &Devices<'_>) -> Vec<Claim> {
     let classes = our_classes(&snapshot.classes);
-    let claims = snapshot.claims.iter();
-    let mut claims: Vec<Claim> = claims
+    let mut claims: Vec<Claim> = snapshot
+        .claims
+        .iter()
         .filter_map(|claim| Claim::read(claim, &classes, devices))
         .collect();
     claims.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
@@ -163,8 +164,10 @@ impl Claim {
             Some(_) => State::Allocated,
         };
         let reserved = status.and_then(|it| it.reserved_for.as_deref());
-        let pods = reserved.unwrap_or_default().iter();
-        let pods = pods.filter(|consumer| consumer.resource == "pods");
+        let pods = reserved
+            .unwrap_or_default()
+            .iter()
+            .filter(|consumer| consumer.resource == "pods");
         Some(Self {
             namespace: claim.metadata.namespace.clone().unwrap_or_default(),
             name: claim.metadata.name.clone().unwrap_or_default(),

@@ -51,8 +51,10 @@ pub(super) fn nodes(
     }
     // GPUs without a description: the GpuNode cannot be read, or the GPU is gone and still held.
     let of_slices = devices.gpus().map(|(uuid, pool)| (uuid, node_of(pool)));
-    let of_claims = claims.iter().flat_map(|claim| &claim.devices);
-    let of_claims = of_claims.filter_map(|it| Some((it.gpu_uuid.as_deref()?, it.node.as_str())));
+    let of_claims = claims
+        .iter()
+        .flat_map(|claim| &claim.devices)
+        .filter_map(|it| Some((it.gpu_uuid.as_deref()?, it.node.as_str())));
     for (uuid, name) in of_slices.chain(of_claims) {
         if known.insert(uuid) {
             let node = nodes.entry(name.to_owned()).or_insert_with(|| Node {
@@ -87,8 +89,10 @@ impl Context<'_> {
         let published = status.and_then(|it| it.published.as_ref());
         let name = object.metadata.name.clone().unwrap_or_default();
         let conditions = status.map(|it| it.conditions.as_slice());
-        let failed = conditions.unwrap_or_default().iter();
-        let failed = failed.filter(|it| it.status == "False");
+        let failed = conditions
+            .unwrap_or_default()
+            .iter()
+            .filter(|it| it.status == "False");
         let problem = published.map(|it| it.problem.clone());
         let gpus = described.into_iter().flat_map(|inventory| {
             let name = &name;
@@ -169,8 +173,10 @@ impl Context<'_> {
             let (_, first) = holders.first()?;
             let pool = pool(&first.node);
             let device = self.devices.get(&pool, name);
-            let counted = holders.iter().map(|(_, device)| *device);
-            let counted = counted.filter(|device| !device.is_admin);
+            let counted = holders
+                .iter()
+                .map(|(_, device)| *device)
+                .filter(|device| !device.is_admin);
             let place = parsed.place();
             Some(Held {
                 device: (*name).to_owned(),
@@ -217,8 +223,9 @@ impl Context<'_> {
             };
         };
         if tier(held) == Some(Tier::Partition) {
-            let places = held.iter().filter(|it| is_held(it));
-            let places: BTreeSet<Place> = places
+            let places: BTreeSet<Place> = held
+                .iter()
+                .filter(|it| is_held(it))
                 .filter_map(|it| it.device.parse::<DeviceName>().ok()?.place())
                 .collect();
             let room = described

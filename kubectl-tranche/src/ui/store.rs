@@ -316,8 +316,11 @@ impl Object {
                 packed(&trim::gpu_node(it), vec![name])
             }
             Self::Slice(it) => {
-                let node = it.spec.node_name.clone();
-                let node = node.unwrap_or_else(|| node_of(&it.spec.pool.name).to_owned());
+                let node = it
+                    .spec
+                    .node_name
+                    .clone()
+                    .unwrap_or_else(|| node_of(&it.spec.pool.name).to_owned());
                 packed(&trim::slice(it), vec![node])
             }
             Self::Claim(it) => {

@@ -171,11 +171,11 @@ fn notes(
     });
     let others = price_errors
         .map(|error| format!("a price is not read: {error}"))
-        .chain(usage::notes(usage));
-    let others = others.map(|text| Note {
-        text,
-        is_obstacle: false,
-    });
+        .chain(usage::notes(usage))
+        .map(|text| Note {
+            text,
+            is_obstacle: false,
+        });
     gaps.chain(others).collect()
 }
 

@@ -71,8 +71,9 @@ fn gpus_parts_and_pods_have_their_own_use() {
         }
     );
     // Containers of a pod are added up.
-    let pods = both.pods.iter();
-    let pods: Vec<_> = pods
+    let pods: Vec<_> = both
+        .pods
+        .iter()
         .map(|(pod, it)| (pod.as_str(), it.memory, it.time))
         .collect();
     assert_eq!(pods, [("one", 7, Some(1.5)), ("two", 5, None)]);

@@ -249,8 +249,11 @@ async fn it_agrees(
         let spec = any_claim(&mut random);
         namespace.claim(&name, &spec).await?;
         let before = explain(case, &namespace, &format!("claim/{name}")).await?;
-        let judged = before.nodes.iter().find(|it| it.node == node);
-        let judged = judged.with_context(|| format!("{state}: {node} is not judged"))?;
+        let judged = before
+            .nodes
+            .iter()
+            .find(|it| it.node == node)
+            .with_context(|| format!("{state}: {node} is not judged"))?;
         let problem = &judged.problem;
         ensure!(problem.is_none(), "{state}: {problem:?} of {spec}");
         let fits = judged.has_devices;

@@ -40,8 +40,8 @@ pub async fn allocated(
     namespace: &Namespace,
     pod: Option<&str>,
 ) -> anyhow::Result<Vec<Allocated>> {
-    let slices: Api<ResourceSlice> = Api::all(case.client.clone());
-    let slices = slices.list(&ListParams::default()).await?;
+    let api: Api<ResourceSlice> = Api::all(case.client.clone());
+    let slices = api.list(&ListParams::default()).await?;
     let mut allocated = Vec::new();
     for claim in namespace.claims().list(&ListParams::default()).await? {
         let status = claim.status.unwrap_or_default();
@@ -51,13 +51,14 @@ pub async fn allocated(
         }
         let results = status.allocation.and_then(|it| it.devices?.results);
         for result in results.into_iter().flatten() {
-            let devices = slices
+            let mut devices = slices
                 .items
                 .iter()
-                .filter(|it| it.spec.pool.name == result.pool);
-            let mut devices = devices.flat_map(|slice| slice.spec.devices.iter().flatten());
-            let device = devices.find(|device| device.name == result.device);
-            let device = device.with_context(|| format!("{} is not published", result.device))?;
+                .filter(|it| it.spec.pool.name == result.pool)
+                .flat_map(|slice| slice.spec.devices.iter().flatten());
+            let device = devices
+                .find(|device| device.name == result.device)
+                .with_context(|| format!("{} is not published", result.device))?;
             allocated.push(described(device, &result)?);
         }
     }
@@ -81,9 +82,9 @@ fn described(device: &Device, result: &DeviceRequestAllocationResult) -> anyhow:
 
 /// What the controller answers a reader of its metrics.
 pub async fn read_controller(case: &Case, path: &str, token: &str) -> anyhow::Result<String> {
-    let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+    let api: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
     let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
-    let pods = pods.list(&controllers).await?;
+    let pods = api.list(&controllers).await?;
     let running = pods
         .items
         .iter()

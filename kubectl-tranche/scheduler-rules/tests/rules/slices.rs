@@ -49,13 +49,16 @@ fn any_pool(driver: &'static str, pool: &'static str) -> impl Strategy<Value = V
             let mut specs: Vec<Value> = Vec::new();
             if !counters.is_empty() {
                 let sets = counters.iter().enumerate().map(|(number, counters)| {
-                    let values = counters.iter().enumerate().filter_map(|(number, value)| {
-                        Some((
-                            format!("c{number}"),
-                            json!({"value": value.as_ref()?.to_string()}),
-                        ))
-                    });
-                    let mut values: serde_json::Map<String, Value> = values.collect();
+                    let mut values: serde_json::Map<String, Value> = counters
+                        .iter()
+                        .enumerate()
+                        .filter_map(|(number, value)| {
+                            Some((
+                                format!("c{number}"),
+                                json!({"value": value.as_ref()?.to_string()}),
+                            ))
+                        })
+                        .collect();
                     if values.is_empty() {
                         values.insert("c0".to_owned(), json!({"value": "4"}));
                     }
@@ -188,10 +191,11 @@ impl Policy {
                 json!({"default": least.to_string(), "validRange": range})
             }
             Self::Values => {
-                let mut values: Vec<u64> = [1, 3, 4].into_iter().filter(|it| *it < value).collect();
-                values.push(value);
-                let default = values[0].to_string();
-                let values: Vec<String> = values.iter().map(u64::to_string).collect();
+                let mut amounts: Vec<u64> =
+                    [1, 3, 4].into_iter().filter(|it| *it < value).collect();
+                amounts.push(value);
+                let default = amounts[0].to_string();
+                let values: Vec<String> = amounts.iter().map(u64::to_string).collect();
                 json!({"default": default, "validValues": values})
             }
             Self::Fraction => json!({
@@ -232,22 +236,25 @@ impl Device {
         if self.shareable {
             device["allowMultipleAllocations"] = json!(true);
         }
-        let counters = self
+        let counters: Vec<Value> = self
             .counters
             .iter()
             .enumerate()
-            .filter_map(|(set, counters)| {
-                let counters = counters.iter().enumerate().filter_map(|(number, amount)| {
-                    Some((
-                        format!("c{number}"),
-                        json!({"value": amount.as_ref()?.to_string()}),
-                    ))
-                });
-                let counters: serde_json::Map<String, Value> = counters.collect();
+            .filter_map(|(set, amounts)| {
+                let counters: serde_json::Map<String, Value> = amounts
+                    .iter()
+                    .enumerate()
+                    .filter_map(|(number, amount)| {
+                        Some((
+                            format!("c{number}"),
+                            json!({"value": amount.as_ref()?.to_string()}),
+                        ))
+                    })
+                    .collect();
                 let some = !counters.is_empty();
                 some.then(|| json!({"counterSet": format!("set-{set}"), "counters": counters}))
-            });
-        let counters: Vec<Value> = counters.collect();
+            })
+            .collect();
         if has_counters && !counters.is_empty() {
             device["consumesCounters"] = json!(counters);
         }

@@ -131,11 +131,10 @@ impl GpuView {
     pub fn new(gpu: &Gpu, sums: &GpuSums) -> Self {
         let money = |amount: Money| sums.price.map(|_| amount.to_string());
         let mut costs = sums.cost.tenants.iter().copied();
-        let tenants = gpu.held.iter().flat_map(|held| {
-            let tenants = held.tenants.iter();
-            tenants.map(move |tenant| (held, tenant))
-        });
-        let tenants: Vec<TenantView> = tenants
+        let tenants: Vec<TenantView> = gpu
+            .held
+            .iter()
+            .flat_map(|held| held.tenants.iter().map(move |tenant| (held, tenant)))
             .map(|(held, tenant)| {
                 let cost = if tenant.device.is_admin {
                     None
@@ -198,11 +197,13 @@ impl TenantView {
 /// What a claim has, in words.
 fn has(held: &Held, tenant: &Tenant) -> String {
     let device = &tenant.device;
-    let sizes = [
+    let sizes: Vec<String> = [
         device.memory.map(bytes),
         device.cores.map(|cores| format!("{cores} %")),
-    ];
-    let sizes: Vec<String> = sizes.into_iter().flatten().collect();
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     match (&held.profile, device.tier) {
         (Some(profile), Tier::Partition) => profile.clone(),
         (Some(profile), _) => format!("{} of {profile}", sizes.join(" · ")),
@@ -247,11 +248,13 @@ fn shares_room(shares: &SharesRoom) -> String {
             format!("{memory} and {cores} free, stranded: no place is left")
         }
         (Some(memory), Some(cores)) => {
-            let stranded = [
+            let stranded: Vec<String> = [
                 (shares.stranded_memory > 0).then(|| size(shares.stranded_memory)),
                 (shares.stranded_cores > 0).then(|| format!("{} %", shares.stranded_cores)),
-            ];
-            let stranded: Vec<String> = stranded.into_iter().flatten().collect();
+            ]
+            .into_iter()
+            .flatten()
+            .collect();
             let stranded = match stranded.as_slice() {
                 [] => String::new(),
                 amounts => format!(", {} of it stranded", amounts.join(" and ")),
@@ -282,8 +285,7 @@ fn bar(gpu: &Gpu) -> Vec<Segment> {
         }
         Room::Places { whole, .. } => {
             let size = LENGTH / (*whole).max(1);
-            let segments = held.flat_map(|held| vec![held.tier; count(held)]);
-            let segments = segments.zip(0..);
+            let segments = held.flat_map(|held| vec![held.tier; count(held)]).zip(0..);
             segments
                 .map(|(tier, nth)| Segment {
                     tier: Some(tier),
@@ -315,8 +317,8 @@ fn within(held: &Held, at: u64, size: u64) -> Vec<Segment> {
         return row(held.tier, at, sizes);
     };
     let of = |memory: u64| {
-        let part = u128::from(memory) * u128::from(size);
-        let part = part.checked_div(room.memory.into()).unwrap_or_default();
+        let product = u128::from(memory) * u128::from(size);
+        let part = product.checked_div(room.memory.into()).unwrap_or_default();
         u64::try_from(part).unwrap_or(size).min(size)
     };
     let sizes = held

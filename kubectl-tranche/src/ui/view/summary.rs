@@ -118,8 +118,10 @@ impl NodeSums {
                 let of = |parts: &[Money]| parts.get(nth).copied().unwrap_or_default();
                 let part = of(&sums.parts.tenants);
                 node_sums.held = node_sums.held + part;
-                let namespace = node_sums.namespaces.entry(tenant.namespace.clone());
-                let namespace = namespace.or_default();
+                let namespace = node_sums
+                    .namespaces
+                    .entry(tenant.namespace.clone())
+                    .or_default();
                 namespace.devices += 1;
                 namespace.parts = namespace.parts + part;
                 namespace.cost = namespace.cost + of(&sums.cost.tenants);
@@ -159,18 +161,16 @@ impl Summary {
                 sum.cost = sum.cost + of_node.cost;
             }
         }
-        let mut namespaces: Vec<_> = all.namespaces.into_iter().collect();
-        namespaces.sort_by(|(a, of_a), (b, of_b)| {
+        let mut sorted: Vec<_> = all.namespaces.into_iter().collect();
+        sorted.sort_by(|(a, of_a), (b, of_b)| {
             (of_b.cost, of_b.parts, a).cmp(&(of_a.cost, of_a.parts, b))
         });
-        let namespaces = namespaces
-            .into_iter()
-            .map(|(namespace, sum)| NamespaceView {
-                namespace,
-                devices: sum.devices,
-                gpus: gpus(sum.parts),
-                cost: sum.cost.to_string(),
-            });
+        let namespaces = sorted.into_iter().map(|(namespace, sum)| NamespaceView {
+            namespace,
+            devices: sum.devices,
+            gpus: gpus(sum.parts),
+            cost: sum.cost.to_string(),
+        });
         Self {
             nodes: number,
             gpus: all.gpus,

@@ -33,8 +33,9 @@ pub struct PodView {
 /// The pods of the snapshot that have a claim of ours, or ask for our devices without a claim.
 #[must_use]
 pub fn pods(snapshot: &Snapshot, model: &Model) -> Vec<PodView> {
-    let claims = model.claims.iter();
-    let claims: BTreeMap<(&str, &str), &Claim> = claims
+    let claims: BTreeMap<(&str, &str), &Claim> = model
+        .claims
+        .iter()
         .map(|claim| ((claim.namespace.as_str(), claim.name.as_str()), claim))
         .collect();
     let pods = snapshot.pods.iter();
@@ -48,8 +49,9 @@ fn of_pod(
     classes: &[DeviceClass],
 ) -> Option<PodView> {
     let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-    let ours = claims_of(pod).into_iter();
-    let ours = ours.filter_map(|name| claims.get(&(namespace, name)));
+    let ours = claims_of(pod)
+        .into_iter()
+        .filter_map(|name| claims.get(&(namespace, name)));
     let mut wanted: Vec<Want> = ours.flat_map(|claim| claim.wants.clone()).collect();
     let not_made = extended_resources::claim(pod, classes);
     wanted.extend(not_made.iter().flat_map(|it| wants_of_ours(it, classes)));
@@ -78,13 +80,15 @@ fn wants(want: &Want) -> String {
         Some(count) => Some(format!("{count} ×")),
         None => Some("all".to_owned()),
     };
-    let words = [
+    let words: Vec<String> = [
         count,
         Some(class.unwrap_or(&want.class).to_owned()),
         want.memory.map(bytes),
         want.cores.map(|cores| format!("{cores} %")),
-    ];
-    let words: Vec<String> = words.into_iter().flatten().collect();
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     words.join(" ")
 }
 
@@ -97,11 +101,13 @@ fn reason(pod: &Pod, node: Option<&str>) -> String {
         return "the scheduler has not looked at it yet".to_owned();
     };
     let status = pod.status.as_ref();
-    let containers = [
+    let mut containers = [
         status.and_then(|it| it.init_container_statuses.as_deref()),
         status.and_then(|it| it.container_statuses.as_deref()),
-    ];
-    let mut containers = containers.into_iter().flatten().flatten();
+    ]
+    .into_iter()
+    .flatten()
+    .flatten();
     // `ContainerCreating` and `PodInitializing` have no message.
     let told = containers.find_map(|container| {
         let waiting = container.state.as_ref()?.waiting.as_ref()?;
