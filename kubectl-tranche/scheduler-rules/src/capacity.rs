@@ -146,7 +146,7 @@ fn round_up(
     })
 }
 
-/// The amount that a range counts with: whole numbers of a Go `int64`, because `DRAFractionalCapacityRange` is off by default.
+/// An amount as a range counts it: a whole number that fits in a Go `int64`, because `DRAFractionalCapacityRange` is off by default.
 fn whole(amount: Quantity) -> Option<u64> {
     let count = amount.to_count_rounded_up().ok()?;
     i64::try_from(count).ok().map(|_| count)

@@ -1,4 +1,4 @@
-//! What claims hold: the scheduler's claim tracker.
+//! The devices that are allocated: the scheduler's claim tracker.
 
 use std::collections::HashMap;
 
@@ -15,25 +15,25 @@ pub(super) type DeviceKey<'a> = (&'a str, &'a str, &'a str);
 #[derive(Clone, Debug)]
 pub(super) struct Hold<'a> {
     pub claim: &'a ResourceClaim,
-    /// Of a share: what it takes of the capacities.
+    /// What a share takes of the capacities; empty for a whole device.
     pub consumed: Vec<(&'a str, Quantity)>,
 }
 
-/// All that is held of one device.
+/// All allocations of one device.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Held<'a> {
-    /// Holds on the whole device.
+    /// Claims that have the whole device.
     pub whole: Vec<Hold<'a>>,
-    /// Shares.
+    /// Claims that have a share.
     pub shares: Vec<Hold<'a>>,
 }
 
-/// What is held, by device.
+/// Allocations by device.
 #[derive(Debug, Default)]
 pub(super) struct Holdings<'a>(HashMap<DeviceKey<'a>, Held<'a>>);
 
 impl<'a> Holdings<'a> {
-    /// What the claims hold. Admin access holds nothing.
+    /// The allocations of these claims. Admin access takes nothing.
     pub fn of(claims: &[&'a ResourceClaim]) -> Result<Self, Problem> {
         let mut devices: HashMap<DeviceKey<'a>, Held<'a>> = HashMap::new();
         for claim in claims {

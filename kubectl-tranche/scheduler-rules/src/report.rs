@@ -1,4 +1,4 @@
-//! The reasons: every device of a node, seen from every request.
+//! The reasons: for each request, why it does not get each device of a node.
 
 use super::capacity::Shortage;
 use super::held::{Held, Holdings};
@@ -156,14 +156,14 @@ fn holders(
         device: device.to_owned(),
         amount: amount(hold),
     });
-    // Who takes nothing is not in the way.
+    // A holder that takes nothing blocks nothing.
     let zero = |holder: &Holder| holder.amount.is_some_and(|amount| !amount.is_positive());
     let mut holders: Vec<Holder> = holders.filter(|holder| !zero(holder)).collect();
     holders.sort();
     holders
 }
 
-/// Who has devices that take a counter.
+/// The holders of devices that take a counter.
 fn takers<'a>(
     pool: &Pool<'a>,
     held: &Holdings<'a>,

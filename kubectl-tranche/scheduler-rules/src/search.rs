@@ -1,5 +1,5 @@
-//! The search for devices: `allocator_incubating.go` of Kubernetes' allocator, step by step, because the order decides which
-//! devices are allocated, and what is forgotten on the way back decides what fits.
+//! The search for devices: it repeats the steps of `allocator_incubating.go` of Kubernetes' allocator, because their order decides
+//! which devices are allocated, and what the allocator forgets when it backtracks decides what fits.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -21,7 +21,7 @@ const MOST_RESULTS: usize = 32;
 /// The scheduler gives up after 10 seconds for a node; this many steps take about as long.
 const MOST_STEPS: usize = 300_000;
 
-/// A device: the numbers of its pool, and of it in the pool.
+/// A device: the index of its pool, and its index in the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) struct Place {
     pub pool: usize,
@@ -34,14 +34,14 @@ pub(super) struct Chosen<'a> {
     pub place: Place,
     pub request: usize,
     pub alternative: usize,
-    /// Of a share: what it takes.
+    /// What a share takes; `None` for a whole device.
     pub consumed: Option<Amounts<'a>>,
 }
 
 /// Why a device is not allocated for a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Blocked<'a> {
-    /// A claim has all of it.
+    /// A claim has the whole device.
     InUse,
     /// A selector is false.
     NotSelected {
@@ -62,7 +62,7 @@ pub(super) enum Blocked<'a> {
     Constraint(usize),
 }
 
-/// Whose selector it is.
+/// Whether a selector is the class's or the request's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Selecting {
     Class,
@@ -109,7 +109,7 @@ struct Undo<'a> {
     recorded: bool,
 }
 
-/// What selectors say of the devices, by claim, request, alternative and device: it does not depend on what is held.
+/// The results of selectors, by claim, request, alternative and device. They do not depend on what is allocated.
 pub(super) type Selections<'a> =
     RefCell<HashMap<(usize, usize, usize, Place), Option<Blocked<'a>>>>;
 
@@ -121,12 +121,12 @@ pub(super) struct Search<'a, 'b> {
     pools: &'b [Pool<'a>],
     held: &'b Holdings<'a>,
     selectors: &'b Selectors,
-    /// Counters that are left, before this search.
+    /// Counters that were left before this search.
     free: Vec<BTreeMap<(&'a str, &'a str), Quantity>>,
     devices: Vec<&'b [PoolDevice<'a>]>,
     subjects: Vec<Vec<OnceCell<Subject>>>,
     selections: &'b Selections<'a>,
-    /// For each claim, request and alternative with `All`: the devices.
+    /// The devices of each claim, request and alternative with `All`.
     all: HashMap<(usize, usize, usize), Vec<Place>>,
     pub claims: Vec<Claim<'a>>,
     pub chosen: Vec<Vec<Chosen<'a>>>,
@@ -150,7 +150,7 @@ impl<'a, 'b> Search<'a, 'b> {
             .iter()
             .map(|pool| match &pool.content {
                 Content::Ready(ready) => &*ready.devices,
-                // No device of it is allocated.
+                // Devices of such pools are not allocated.
                 Content::Incomplete { .. } | Content::Invalid(_) => &[],
             })
             .collect();
@@ -176,18 +176,18 @@ impl<'a, 'b> Search<'a, 'b> {
         })
     }
 
-    /// Whether there are devices for all claims; they are in `chosen` then.
+    /// Whether there are devices for all claims; if so, they are in `chosen`.
     pub fn run(&mut self) -> Result<bool, Problem> {
         self.prepare()?;
         match self.one(At::default(), false, Place { pool: 0, device: 0 }) {
             Ok(done) => Ok(done),
-            // No choice of alternatives has few enough devices. The scheduler reports it as an error of the filter.
+            // Every choice of alternatives has too many devices. The scheduler reports this as an error of the filter.
             Err(Stop::TooMany) => Err(Problem::stops("allocation max size exceeded")),
             Err(Stop::Problem(problem)) => Err(problem),
         }
     }
 
-    /// Finds the devices of requests for all, and refuses claims with too many devices.
+    /// Finds the devices of requests with `All`, and refuses claims with too many devices.
     fn prepare(&mut self) -> Result<(), Problem> {
         for claim in 0..self.claims.len() {
             let mut least = 0_usize;
@@ -382,7 +382,7 @@ impl<'a, 'b> Search<'a, 'b> {
         self.all.get(&key).map(Vec::as_slice).unwrap_or_default()
     }
 
-    /// Why a device is none for a request, by itself and with what was chosen before: the checks of the search's loop.
+    /// Why a request cannot get a device, by the device itself and by what was chosen before: the checks of the search's loop.
     fn unsuitable(&mut self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
         let admin = self.ask(at).admin;
         let mine = |claims: &Vec<usize>| claims.contains(&at.claim);
@@ -567,7 +567,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(Ok(undo))
     }
 
-    /// Takes back what an allocation changed. The last allocation of the claim is the one that is taken back.
+    /// Takes back what an allocation changed. It must be the claim's last allocation.
     fn undo(&mut self, undo: Undo<'a>) -> Result<(), Problem> {
         let (at, place) = (undo.at, undo.place);
         if undo.recorded {
@@ -643,7 +643,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(())
     }
 
-    /// Why the request does not get a device while nothing else is being allocated; `None` if it would.
+    /// Why the request does not get a device even when nothing else is being allocated; `None` if it gets it.
     pub fn alone(
         &mut self,
         claim: usize,
@@ -678,7 +678,7 @@ pub(super) fn consumption(device: &Device, set: &str, counter: &str) -> Result<Q
     amount.map_or(Ok(Quantity::ZERO), |it| capacity::parse(&it.value))
 }
 
-/// The counters of a pool without what allocated devices take; below zero if they take too much.
+/// The counters of a pool minus what allocated devices take; below zero if they take too much.
 fn free_counters<'a>(
     pool: &Pool<'a>,
     held: &Holdings<'a>,

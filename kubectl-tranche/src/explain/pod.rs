@@ -6,10 +6,10 @@ use tranche_scheduler_rules::{selector_matches, term_matches};
 
 use super::facts::{self, Facts, Source, Subject};
 
-/// The most pods that a claim is reserved for.
+/// The most pods for which a claim can be reserved.
 const MOST_CONSUMERS: usize = 256;
 
-/// What keeps the pod, or the claim, from every node; a line each.
+/// What keeps the pod or the claim from every node, a line each.
 pub(super) fn obstacles(facts: &Facts) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(pod) = &facts.pod {
@@ -57,7 +57,7 @@ fn missing(facts: &Facts, kind: &str, name: &str) -> String {
     )
 }
 
-/// No claim has been made of a template.
+/// Why no claim has been made from a template.
 fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
     if let Some(templates) = &facts.templates
         && !templates.contains(template)
@@ -78,7 +78,7 @@ fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
     )
 }
 
-/// A quota that has no room for a claim.
+/// The message of a quota that has no room for a claim.
 fn exhausted(quota: &ResourceQuota) -> Option<String> {
     let status = quota.status.as_ref()?;
     let (hard, used) = (status.hard.as_ref()?, status.used.as_ref()?);
@@ -228,7 +228,7 @@ fn unselected(pod: &PodSpec, node: &Node) -> Option<String> {
     (!matches).then(|| "the pod's node affinity".to_owned())
 }
 
-/// As the scheduler's TaintToleration does.
+/// The rule of the scheduler's TaintToleration.
 fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
     let given = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
     if given(&toleration.effect).is_some_and(|effect| effect != taint.effect) {

@@ -1,4 +1,4 @@
-//! What is said of pods and claims.
+//! Explanations of pods and claims.
 
 use std::collections::BTreeMap;
 
@@ -276,7 +276,7 @@ async fn what_may_not_be_read_makes_the_verdict_partial() {
         text.contains("(partial: not everything could be read)"),
         "{text}"
     );
-    // The nodes are those of the slices.
+    // The slices name the nodes.
     assert_eq!(explanation.nodes.len(), 2);
     // Without the claims of others the GPU looks free enough.
     assert_eq!(explanation.verdict, Answer::Fits);

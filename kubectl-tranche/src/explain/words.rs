@@ -10,9 +10,9 @@ use tranche_scheduler_rules::{DeviceReport, Granted, Holder, Obstacle, RequestRe
 use super::{Answer, Explanation, Has, NodeExplanation, WouldFit};
 use crate::output::{Block, Tone, View, bytes};
 
-/// Nodes that are shown.
+/// The most nodes that are shown.
 const MOST_NODES: usize = 20;
-/// Devices of a request and node that are shown.
+/// The most devices that are shown for a request on a node.
 const MOST_DEVICES: usize = 12;
 
 impl View for Explanation {
@@ -129,7 +129,7 @@ impl NodeExplanation {
             lines.push(format!("  node {node}: has room: {}", got.join(", ")));
             return lines;
         }
-        // A node without devices of the kind is no news if the pod is kept off it.
+        // A pod that cannot run on the node need not know that the node lacks devices of the kind.
         if !self.obstacles.is_empty() && !is_wide {
             return lines;
         }
@@ -145,7 +145,7 @@ impl NodeExplanation {
     }
 }
 
-/// Why a node's devices are none for a request: of each GPU that is of the kind, one line.
+/// Why a request cannot get a node's devices: one line for each GPU of the kind.
 fn of_request(
     node: &str,
     several: Option<&str>,
@@ -163,7 +163,7 @@ fn of_request(
             .is_some_and(Obstacle::is_another_kind);
         !other
     });
-    // A GPU that serves others is told of once, whatever would be made of it; so is a reason that several devices have.
+    // A GPU that serves other claims has one line for all its devices; so has a reason that several devices have.
     let mut reasons: Vec<Reason> = Vec::new();
     for device in of_kind {
         let reason = Reason::new(device);
@@ -199,10 +199,10 @@ fn of_request(
     lines
 }
 
-/// Why a device is none for a request.
+/// Why a request cannot get a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Reason {
-    /// A GPU of ours that serves others: the claims with the devices that they have.
+    /// A GPU of ours that serves other claims, each with its device.
     Serves {
         gpu: String,
         holders: BTreeMap<String, String>,
@@ -254,7 +254,7 @@ impl Reason {
     }
 }
 
-/// Of which kind there is none.
+/// The kind of device that the node lacks.
 fn none_of_kind(request: &RequestReport) -> String {
     if request.devices.is_empty() {
         return "no devices".to_owned();
@@ -287,7 +287,7 @@ fn subject(driver: &str, device: &str) -> String {
     device.to_owned()
 }
 
-/// How a device of ours is held: its tier, or its profile.
+/// How a device of ours is allocated: its tier, or its profile.
 fn service(device: &str) -> Option<String> {
     let name: DeviceName = device.parse().ok()?;
     Some(match name.place() {

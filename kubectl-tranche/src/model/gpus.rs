@@ -1,4 +1,4 @@
-//! Nodes and their GPUs, with who holds what.
+//! Nodes and their GPUs, with the claims that have them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,10 +15,10 @@ use super::{Gpu, Held, Node, Tenant};
 use crate::snapshot::Snapshot;
 use crate::usage::{NodeGpu, Usage};
 
-/// What is held of each GPU: a claim and what it has, by the device's name.
+/// The allocated devices of each GPU: by the device's name, the claims and what each has.
 type ByDevice<'a> = BTreeMap<&'a str, Vec<(&'a Claim, &'a ClaimDevice)>>;
 
-/// The nodes, by name, with all GPUs that anything speaks of.
+/// The nodes, by name, with all GPUs that any object names.
 pub(super) fn nodes(
     snapshot: &Snapshot,
     devices: &Devices<'_>,
@@ -49,7 +49,7 @@ pub(super) fn nodes(
         }
         nodes.insert(node.name.clone(), node);
     }
-    // GPUs without a description: the GpuNode cannot be read, or the GPU is gone and still held.
+    // GPUs without a description: the GpuNode cannot be read, or the GPU is gone and still allocated.
     let of_slices = devices.gpus().map(|(uuid, pool)| (uuid, node_of(pool)));
     let of_claims = claims
         .iter()
@@ -258,7 +258,7 @@ fn is_held(held: &Held) -> bool {
     held.holders().next().is_some()
 }
 
-/// The tier that the GPU serves: that of partitions also where claims share one.
+/// The tier that the GPU serves: `partition` also where claims share a partition.
 fn tier(held: &[Held]) -> Option<Tier> {
     let mut held = held.iter().filter(|it| is_held(it));
     let name: DeviceName = held.next()?.device.parse().ok()?;

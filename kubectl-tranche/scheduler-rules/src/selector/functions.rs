@@ -19,7 +19,7 @@ use tranche_api::quantity::{Overflow, ParseError};
 
 use super::extra::{Amount, Ordered, Semver};
 
-/// The function of errors of what the scheduler may have an answer for.
+/// The function name in errors of expressions for which the scheduler may have a result.
 pub(super) const UNJUDGED: &str = "unjudged";
 
 type Result<T> = std::result::Result<T, ExecutionError>;
@@ -102,7 +102,7 @@ fn quantity(text: &CelString<'_>) -> Result<Amount> {
         ParseError::Syntax { .. } | ParseError::Suffix { .. } => {
             ExecutionError::function_error("quantity", error)
         }
-        // Go rounds amounts that this program refuses.
+        // Go rounds such amounts; this program refuses them.
         ParseError::TooPrecise { .. } | ParseError::OutOfRange { .. } => {
             ExecutionError::function_error(UNJUDGED, error)
         }
@@ -201,7 +201,7 @@ fn part(part: u64) -> Result<CelInt> {
     part.map_err(|error| ExecutionError::function_error(UNJUDGED, error))
 }
 
-/// With `normalizes`: without a leading `v`, with `.0` for missing numbers, without leading zeros.
+/// With `normalizes`, removes a leading `v` and leading zeros, and adds `.0` for missing numbers.
 fn version(text: &str, normalizes: bool) -> std::result::Result<Version, String> {
     let parse = |text: &str| Version::parse(text).map_err(|error| error.to_string());
     if !normalizes {
@@ -318,7 +318,7 @@ fn intersects(a: &CelList<'_>, b: &CelList<'_>) -> CelBool {
     CelBool::from(b.inner().iter().any(|value| has(a, &**value)))
 }
 
-/// `cel.bind(name, value, body)`: a loop over nothing, whose result is the body.
+/// `cel.bind(name, value, body)`: a loop over nothing that results in the body.
 fn bind(
     helper: &mut MacroExprHelper<'_>,
     target: &mut Option<IdedExpr>,

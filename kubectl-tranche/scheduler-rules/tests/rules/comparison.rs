@@ -1,4 +1,4 @@
-//! Whether the rules say what the scheduler's allocator does.
+//! Compares the rules' verdict with what the scheduler's allocator does.
 
 use std::collections::BTreeMap;
 

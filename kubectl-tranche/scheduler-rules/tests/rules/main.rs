@@ -87,7 +87,7 @@ fn labels() -> BTreeMap<String, String> {
 
 type Story = (Vec<Value>, Vec<Event>);
 
-/// What is published at first, and at most so many events.
+/// The slices that are published first, and at most `longest` events.
 fn any_story<S>(
     slices: fn() -> S,
     pod: impl Strategy<Value = Pod>,
@@ -231,7 +231,7 @@ fn the_rules_allocate_as_the_scheduler_does_on_slices_of_ours() {
     );
 }
 
-/// A rule that is made to break: what the rules are given differs from what the scheduler is given.
+/// Breaks each rule on purpose: the rules get other slices than the scheduler.
 #[test]
 fn a_broken_rule_is_noticed() {
     let faults: [fn(&mut ResourceSlice); 6] = [

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// The slices of a cluster: of up to three pools.
+/// The slices of a cluster with up to three pools.
 pub fn any_slices() -> impl Strategy<Value = Vec<Value>> {
     let pools = (
         any_pool("a.example.com", "node-a/one"),
@@ -17,7 +17,7 @@ pub fn any_slices() -> impl Strategy<Value = Vec<Value>> {
     })
 }
 
-/// How a pool deviates from a whole one.
+/// How a pool differs from a complete one.
 #[derive(Clone, Copy, Debug)]
 enum State {
     Whole,
