@@ -65,7 +65,7 @@ pub struct GetArgs {
     /// One of them: the name of a claim or pod; of a GPU its UUID or the beginning of it, a MIG UUID, or a device's name
     pub name: Option<String>,
     #[command(flatten)]
-    /// Of which namespaces.
+    /// The namespaces.
     pub scope: ScopeArgs,
 }
 
@@ -98,7 +98,7 @@ pub struct TopArgs {
     #[arg(value_enum, default_value = "gpus")]
     pub kind: TopKind,
     #[command(flatten)]
-    /// Of which namespaces pods are shown.
+    /// The namespaces whose pods are shown.
     pub scope: ScopeArgs,
     #[command(flatten)]
     /// Whether to show it again and again.
@@ -142,7 +142,7 @@ pub struct CostArgs {
     pub command: Option<CostCommand>,
 }
 
-/// What the rows of `cost` are of.
+/// How `cost` groups its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum CostBy {
@@ -205,7 +205,7 @@ pub struct WatchArgs {
     pub interval: u64,
 }
 
-/// Of which namespaces claims and pods are shown.
+/// The namespaces whose claims and pods are shown.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct ScopeArgs {
     /// Of all namespaces

@@ -1,4 +1,4 @@
-//! `recommend`: from answers to a tier, and the claim to apply.
+//! `recommend`: finds a tier and a claim to apply from answers.
 
 mod claim;
 mod pod;
@@ -28,7 +28,7 @@ pub struct Recommendation {
     pub yaml: String,
 }
 
-/// Answers that lead nowhere.
+/// Why answers give no recommendation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AnswerError {
     /// Not `QUESTION=ANSWER`.
@@ -38,7 +38,7 @@ pub enum AnswerError {
     #[error("there is no question {name:?}: the questions are {known}")]
     Question {
         name: String,
-        /// Those that there are.
+        /// The questions that exist.
         known: String,
     },
     /// An answer that the question does not have.
@@ -46,7 +46,7 @@ pub enum AnswerError {
     Answer {
         question: &'static str,
         answer: String,
-        /// Those that there are.
+        /// The answers that exist.
         known: String,
     },
     /// A question that nobody answered.
@@ -66,7 +66,7 @@ pub enum AnswerError {
         /// Its name.
         pod: String,
     },
-    /// Nobody can be asked.
+    /// The terminal cannot be read.
     #[error("cannot read the answer: {0}")]
     Read(String),
 }
@@ -112,7 +112,7 @@ impl Question {
         })
     }
 
-    /// Its answers as they are written, with what they mean.
+    /// Its answers as users write them, with their meaning.
     #[must_use]
     pub fn known(&self) -> String {
         let choices: Vec<_> = self
@@ -124,7 +124,7 @@ impl Question {
     }
 }
 
-/// Walks the tree. `ask` answers what `given` leaves open.
+/// Walks the tree. `ask` answers the questions that `given` does not answer.
 pub fn walk(
     given: &Answers,
     mut ask: impl FnMut(&Question) -> Result<&'static Choice, AnswerError>,
@@ -145,7 +145,7 @@ pub fn walk(
     }
 }
 
-/// Where nobody can be asked.
+/// The error where no user can answer.
 pub fn missing(question: &Question) -> Result<&'static Choice, AnswerError> {
     Err(AnswerError::Missing {
         text: question.text,
@@ -171,7 +171,7 @@ pub fn recommend(
 }
 
 impl View for Recommendation {
-    /// All but the YAML are comments, so that the whole can be piped into `kubectl apply --filename -`.
+    /// All lines except the YAML are comments, so that users can pipe the output into `kubectl apply --filename -`.
     fn blocks(&self, _: bool) -> Vec<Block> {
         let mut blocks = vec![
             Block::Line(Tone::Heading, format!("# {}", self.class)),

@@ -28,14 +28,14 @@ pub struct NodeRow {
     /// Its name.
     pub node: String,
     pub gpus: usize,
-    /// Those of which nobody holds any part, and that are offered.
+    /// GPUs that are offered and have no claims.
     pub free: usize,
-    /// Claims on them.
+    /// Claims on its GPUs.
     pub claims: usize,
-    /// All of them together.
+    /// How much of all its GPUs is allocated.
     #[serde(flatten)]
     pub amounts: Amounts,
-    /// What is used of them, where it is known of all.
+    /// The use of all its GPUs, where it is known for all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used: Option<Used>,
     /// What is wrong with it.
@@ -75,7 +75,7 @@ pub struct PodRow {
     pub pod: String,
     #[serde(rename = "gpuUUID")]
     pub gpu_uuid: String,
-    /// The claim, what it has, and what the pod uses of it.
+    /// The claim, what it has, and the pod's use.
     #[serde(flatten)]
     pub tenant: Tenant,
 }
@@ -108,7 +108,7 @@ fn node(node: &Node) -> NodeRow {
     }
 }
 
-/// Memory in sum, time on average.
+/// The sum of memory and the average of time.
 fn together(used: &[Used]) -> Option<Used> {
     let count = u32::try_from(used.len()).ok().filter(|count| *count > 0)?;
     let times: Option<Vec<f64>> = used.iter().map(|it| it.time).collect();
@@ -393,7 +393,7 @@ pub(crate) fn free(room: &Room) -> String {
     }
 }
 
-/// What of a GPU's free room nobody can have.
+/// The free room of a GPU that no claim can get.
 fn stranded(room: &Room) -> String {
     let parts = match room {
         Room::Shares(room) => [

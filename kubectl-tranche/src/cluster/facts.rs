@@ -17,7 +17,7 @@ use crate::snapshot::{Resource, Scope};
 /// The label by which the chart's pods are found.
 pub const PODS_OF_CHART: &str = "app.kubernetes.io/name=tranche";
 
-/// What the commands do: verb, group, resource, and whether it is in the namespace of Tranche.
+/// The rights that commands need: verb, group, resource, and whether only in the namespace of Tranche.
 const RIGHTS: [(&str, &str, &str, bool); 10] = [
     ("list", "gpu.tranche.dev", "gpunodes", false),
     ("list", "gpu.tranche.dev", "sharingpolicies", false),
@@ -32,12 +32,12 @@ const RIGHTS: [(&str, &str, &str, bool); 10] = [
 ];
 
 impl Cluster {
-    /// Reads all that the checks need. Nothing that fails stops the rest.
+    /// Reads all that the checks need. A failure does not stop the other reads.
     pub async fn facts(&self) -> Facts {
         self.facts_and_pods().await.0
     }
 
-    /// The same, with the chart's pods, of which the facts tell a part.
+    /// The same, with the chart's whole pods, which the facts summarize.
     pub(super) async fn facts_and_pods(&self) -> (Facts, Served<Vec<Pod>>) {
         let asked = [
             Resource::GpuNodes,

@@ -1,4 +1,4 @@
-//! Who pays what: each GPU's price among its tenants.
+//! The bill: divides each GPU's price among its tenants.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -87,7 +87,7 @@ impl<'a> Bill<'a> {
         self.total.stranded.0 = self.total.stranded.0 + parts.stranded;
     }
 
-    /// Each partition has its part of the GPU's price, which those that share it split again.
+    /// Each partition has its part of the GPU's price, and the shares of a partition divide that part.
     fn partitions(&mut self, gpu: &'a Gpu, price: Money, room: &SlicesRoom) {
         let slices = |count: u32| Shares {
             cores: count.into(),

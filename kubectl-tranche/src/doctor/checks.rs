@@ -13,7 +13,7 @@ use crate::facts::Facts;
 use crate::snapshot::{Cause, Resource};
 use crate::usage::notes;
 
-/// The oldest Kubernetes that has what the slices need by default.
+/// The oldest Kubernetes whose default features suffice for the slices.
 const OLDEST_MINOR: u32 = 36;
 
 pub(super) fn all(facts: &Facts) -> Vec<Finding> {
@@ -132,7 +132,7 @@ fn gates(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// What could not be read, of the objects.
+/// The objects that could not be read.
 fn reads(facts: &Facts) -> Vec<Finding> {
     let gaps = facts.snapshot.gaps.iter().map(|gap| {
         let outcome = match gap.cause {
@@ -231,7 +231,7 @@ fn components(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// What nodes say of themselves: driver, CDI files, other providers, journals, slices.
+/// The conditions that nodes report: driver, CDI files, competing drivers, journals, slices.
 fn nodes(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "nodes";
     let snapshot = &facts.snapshot;
@@ -311,7 +311,7 @@ fn nodes(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// What an API server with a feature gate off, or an older one, dropped of slices and claims.
+/// The fields of slices and claims that an old API server, or one with a feature gate off, dropped.
 fn dropped(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "dropped fields";
     let snapshot = &facts.snapshot;
@@ -373,7 +373,7 @@ fn dropped(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// What is missing of the use of GPUs. Each line says why; the tiers work without it.
+/// What is missing of the use of GPUs, and why. The tiers work without it.
 fn usage(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "use of GPUs";
     const WAY_OUT: &str = "`top`, `cost` and `ui` show what is allocated without it; to have it, set usageApi.enabled of the chart, and \

@@ -1,4 +1,4 @@
-//! What a running pod answers by itself.
+//! The questions that a running pod answers by itself.
 
 use super::{AnswerError, Answers, Size};
 use crate::cost::right_size;
@@ -12,11 +12,11 @@ pub struct Known {
     /// The questions that it answers.
     pub answers: Answers,
     pub size: Size,
-    /// Where it uses much less: one line.
+    /// One line, where it uses much less than it has.
     pub hint: Option<String>,
 }
 
-/// What the first device of a pod tells.
+/// Reads the answers from the pod's first device.
 pub fn of_pod(
     model: &Model,
     snapshot: &Snapshot,
@@ -37,7 +37,7 @@ pub fn of_pod(
     let mut answers = Answers::from([("machine", "container")]);
     let memory = tenant.device.memory;
     if let Some(memory) = memory {
-        // More than half of a GPU cannot be shared with another one like it.
+        // Two shares of more than half a GPU do not fit on one GPU.
         let is_part = u128::from(memory) * 2 <= u128::from(gpu.memory);
         answers.insert("size", if is_part { "part" } else { "whole" });
     }

@@ -104,11 +104,11 @@ fn usage_is_shown_where_it_is_known() {
     let model = Model::new(&busy().snapshot(), &usage);
     let wide = text(&answer(&model, TopKind::Pods, &Scope::All), Format::Wide).unwrap();
     assert!(wide.contains("2h 3m"), "{wide}");
-    // A sum of which a part is not known is not known.
+    // A sum is not known if a part of it is not known.
     assert_eq!(shown(TopKind::Nodes, &usage)[1][8..], ["-", "-"]);
 }
 
-/// Two pods that share a claim do not both use all of it.
+/// Each of two pods that share a claim has its own use.
 #[test]
 fn pods_of_one_claim_have_their_own_use() {
     let used = |memory| Used {
