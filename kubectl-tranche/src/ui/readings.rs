@@ -1,4 +1,4 @@
-//! Reads the use of GPUs every few seconds, with the user's rights. It cannot be watched.
+//! Reads the use of GPUs every few seconds, with the user's rights: its API has no watch.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use crate::usage::Known;
 
 /// Time between two readings.
 const EVERY: Duration = Duration::from_secs(5);
-/// A reading that takes long is not repeated at once: the pause is so many times as long.
+/// After a slow reading, the pause is this many times as long as the reading.
 const PAUSE: u32 = 4;
 
-/// Reads until nobody wants it.
+/// Reads until the receiver is dropped.
 pub(super) async fn follow(cluster: Cluster, readings: Sender<Known>) {
     loop {
         let began = Instant::now();

@@ -1,4 +1,4 @@
-//! From what is known to the records of the page: pure.
+//! Makes the records of the page: pure.
 //!
 //! ```text
 //!  key          record
@@ -40,11 +40,11 @@ use waiting::PodView;
 pub struct Note {
     /// The line.
     pub text: String,
-    /// Whether nothing true can be shown without it.
+    /// Whether the page can show nothing true without it.
     pub is_obstacle: bool,
 }
 
-/// The records, and what they are made of.
+/// The records, and the state from which they are made.
 #[derive(Debug, Default)]
 pub struct Page {
     /// What the page shows.
@@ -52,7 +52,7 @@ pub struct Page {
     nodes: BTreeMap<String, Shown>,
 }
 
-/// What further records say of a node that is shown.
+/// A node that is shown, for the records beside its own.
 #[derive(Debug, Default)]
 struct Shown {
     sums: NodeSums,
@@ -60,7 +60,7 @@ struct Shown {
 }
 
 impl Page {
-    /// Takes in what changed. `dirty` is what [`Store::take_dirty`] told since the last call.
+    /// Updates the records. `dirty` is what [`Store::take_dirty`] returned since the last call.
     pub fn update(
         &mut self,
         store: &Store,
@@ -93,7 +93,7 @@ impl Page {
         self.used(dirty, usage, history)
     }
 
-    /// What is used now has a record of its own: it changes with each reading, and the last hour is much longer.
+    /// The current use has a record of its own: it changes with each reading, and the last hour is much longer.
     fn used(&mut self, dirty: &Dirty, usage: &Known, history: &History) -> Result<(), RecordError> {
         let nodes = &self.nodes;
         self.records
@@ -117,9 +117,9 @@ impl Page {
     }
 
     fn node(&mut self, name: &str, store: &Store, prices: &Prices) -> Result<(), RecordError> {
-        // The use changes all the time and has records of its own.
+        // The use changes often and has records of its own.
         let mut model = Model::new(&store.of_node(name), &Err(String::new()));
-        // A claim with devices of several nodes tells of the others, too.
+        // A claim with devices of several nodes names the others, too.
         model.nodes.retain(|node| node.name == name);
         let Some(node) = model.nodes.first() else {
             self.nodes.remove(name);

@@ -1,4 +1,4 @@
-//! What the server answers, and to whom.
+//! Which requests the server answers, and how.
 
 use axum::body::{Body, to_bytes};
 use axum::http::Request;
@@ -79,7 +79,7 @@ async fn files_of_the_page_are_served_and_other_origins_are_forbidden() {
             .unwrap();
         assert_eq!(answer.status(), StatusCode::OK, "{path}");
     }
-    // The icon names its namespace.
+    // Only the icon may name a URL, its XML namespace.
     assert!(!page.contains("http") && !scripts.contains("https://"));
 }
 
@@ -103,7 +103,7 @@ async fn a_stream_begins_with_everything_and_goes_on_with_differences() {
         String::from_utf8_lossy(&first),
         "event: state\ndata: {\"seq\":7,\"records\":{\"node/a\":\"a\",\"node/b\":\"b\"}}\n\n"
     );
-    // Two changes before the page reads are one for it.
+    // The page gets two changes as one if it has not read the first.
     sender.send_replace(published(8, &["a"]));
     sender.send_replace(published(9, &["a", "c"]));
     let second = events.next().await.unwrap().unwrap();

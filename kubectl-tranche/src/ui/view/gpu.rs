@@ -39,34 +39,34 @@ pub struct GpuView {
     pub pci: String,
     /// All of its memory.
     pub memory: String,
-    /// The tier that it serves; none where nobody holds any of it.
+    /// The tier that it serves; `None` where no claim has any of it.
     pub tier: Option<Tier>,
     /// The tiers in which it is offered.
     pub offered: Vec<Tier>,
     /// What is free of it, in words.
     pub room: String,
-    /// Whether nobody holds any of it and somebody could.
+    /// Whether it is offered and no claim has any of it.
     pub is_free: bool,
     /// The bar of its memory.
     pub bar: Vec<Segment>,
-    /// Who holds parts of it.
+    /// The claims that have parts of it.
     pub tenants: Vec<TenantView>,
     /// What is not offered, and why.
     pub withheld: Vec<String>,
-    /// The price of an hour; none for a product without a price.
+    /// The price of an hour; `None` for a product without a price.
     pub price: Option<String>,
-    /// Whether the price is a default of this release, and no administrator's.
+    /// Whether the price is a default of this release.
     pub is_default_price: bool,
-    /// Of the price, what is free.
+    /// The free part of the price.
     pub free_price: Option<String>,
-    /// Of the price, what is stranded.
+    /// The stranded part of the price.
     pub stranded_price: Option<String>,
 }
 
 /// A part of a bar, in thousandths of its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Segment {
-    /// The tier of those who hold it; none where it is stranded.
+    /// The tier of its holders; `None` where it is stranded.
     pub tier: Option<Tier>,
     /// Where it begins.
     pub at: u64,
@@ -81,7 +81,7 @@ pub struct TenantView {
     /// The claim's namespace.
     pub namespace: String,
     pub claim: String,
-    /// By which its use is found in the record `use/NODE`.
+    /// The key of its use in the record `use/NODE`.
     pub use_key: String,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,
@@ -102,7 +102,7 @@ pub struct TenantView {
 /// What a GPU adds to the cluster's sums.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuSums {
-    /// Its price for an hour; none for a product without a price.
+    /// Its price for an hour; `None` for a product without a price.
     pub price: Option<Money>,
     /// Whether the price is a default.
     pub is_default: bool,
@@ -353,14 +353,14 @@ fn row(tier: Tier, at: u64, sizes: impl Iterator<Item = u64>) -> Vec<Segment> {
         .collect()
 }
 
-/// What the segments leave of the bar, as stranded.
+/// The gaps between segments, as stranded segments.
 fn gaps(bar: &[Segment]) -> Vec<Segment> {
     let mut sorted: Vec<&Segment> = bar.iter().collect();
     sorted.sort_by_key(|segment| segment.at);
     let mut gaps = Vec::new();
     let mut next = 0;
     for segment in sorted {
-        // What is lost by rounding is no gap.
+        // A difference of one comes from rounding.
         if segment.at > next + 1 {
             gaps.push(Segment {
                 tier: None,

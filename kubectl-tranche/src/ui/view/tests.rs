@@ -1,4 +1,4 @@
-//! The records of a cluster that the driver's planner published.
+//! The records of a cluster whose slices the driver's planner made.
 
 use serde_json::{Value, json};
 use tranche_api::usage::Peak;
@@ -89,7 +89,7 @@ fn a_bar_has_a_segment_for_each_tenant_and_one_for_stranded() {
     let shared = &node["gpus"][0];
     assert_eq!(shared["tier"], "capped");
     let bar = shared["bar"].as_array().unwrap();
-    // 20 and 40 of 78960 MiB; the rest has no cores.
+    // 20 and 40 of 78960 MiB; no cores are left for the rest.
     assert_eq!(bar[0], json!({"tier": "capped", "at": 0, "size": 259}));
     assert_eq!(bar[1], json!({"tier": "capped", "at": 259, "size": 518}));
     assert_eq!(bar[2]["tier"], Value::Null);
@@ -184,7 +184,7 @@ fn a_pod_that_waits_shows_the_schedulers_message() {
     world
         .pods
         .push(object(pod("starts", pulling, json!("node-a"))));
-    // One that asks for a resource has no claim yet.
+    // A pod with an extended resource has no claim yet.
     let class = world.classes[0].spec.as_mut().unwrap();
     class.extended_resource_name = Some("nvidia.com/gpu".into());
     let resources = json!({"requests": {"nvidia.com/gpu": "2"}});
@@ -282,7 +282,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     );
     let hour = record(&known, "hour/node-a");
     assert_eq!(hour, json!({uuid('a', 0): {"memory": [50], "time": [61]}}));
-    // Each holder finds its own.
+    // Each holder's key finds its own use.
     let tenants = &record(&known, "node/node-a")["gpus"][0]["tenants"];
     let key = tenants[0]["useKey"].as_str().unwrap();
     assert_eq!(

@@ -20,17 +20,17 @@ use crate::snapshot::Snapshot;
 pub struct PodView {
     pub namespace: String,
     pub name: String,
-    /// What its claims of our devices ask for.
+    /// The requests of its claims for our devices.
     pub wants: Vec<String>,
     /// Since when: RFC 3339.
     pub since: Option<String>,
     /// The node, where the scheduler chose one.
     pub node: Option<String>,
-    /// Why it does not run, as the API server has it.
+    /// Why it does not run, in the API server's words.
     pub reason: String,
 }
 
-/// The pods of the snapshot that have a claim of ours, or ask for our devices without a claim.
+/// The pods of the snapshot that have a claim of ours, or request our devices as an extended resource.
 #[must_use]
 pub fn pods(snapshot: &Snapshot, model: &Model) -> Vec<PodView> {
     let claims: BTreeMap<(&str, &str), &Claim> = model
@@ -92,7 +92,7 @@ fn wants(want: &Want) -> String {
     words.join(" ")
 }
 
-/// The scheduler's message; of a pod that has a node, what its containers wait for.
+/// The scheduler's message; for a pod with a node, the reason for which its containers wait.
 fn reason(pod: &Pod, node: Option<&str>) -> String {
     if let Some(message) = pods::unscheduled(pod) {
         return message.to_owned();
