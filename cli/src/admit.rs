@@ -53,7 +53,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Whether the answer may change when other shares have ended.
+    /// Whether the share may be granted when other shares have ended.
     pub fn may_pass(&self) -> bool {
         let (Self::Memory { problem, .. } | Self::Cores { problem, .. }) = self else {
             return matches!(self, Self::Different { .. });
@@ -64,8 +64,8 @@ impl Refusal {
 
 /// The record of the share for `request`.
 ///
-/// `gpus` are the UUIDs in the driver's order; `existing` is the share of that name, `others` are the
-/// user's other shares in use.
+/// `gpus` are the UUIDs in the driver's order. `existing` is the share with the requested name. `others` are the user's other
+/// shares in use.
 pub fn admit(
     request: &Request,
     gpus: &[String],
@@ -154,7 +154,7 @@ fn choose<'a>(wanted: Option<&str>, gpus: &'a [String]) -> Result<&'a str, Refus
     }
 }
 
-/// An error if the requested sizes are not those of the share.
+/// An error if the request names other sizes than the share has.
 fn same(request: &Request, gpus: &[String], has: &PreparedDevice) -> Result<(), Refusal> {
     let different = |option, wanted: String, has: String| {
         Err(Refusal::Different {
@@ -236,7 +236,7 @@ mod tests {
         ask_where(None, request, existing, others)
     }
 
-    /// On a machine where a context takes `context` bytes, if that was measured.
+    /// Asks on a machine where a context takes `context` bytes, if that was measured.
     fn ask_where(
         context: Option<u64>,
         request: &Request,

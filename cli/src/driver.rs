@@ -1,8 +1,7 @@
 //! The paths of the driver's files for a command on this host.
 //!
-//! The host's own driver is where programs search for it. Another driver (of a driver container, a
-//! simulator) is mounted where the host's would be: its libraries in the folder of the C library,
-//! its programs in `/usr/local/bin`.
+//! Programs find the host's own driver where it is. Another driver (of a driver container, a simulator) is mounted where a driver
+//! of the host would be: its libraries in the folder of the C library, its programs in `/usr/local/bin`.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +14,7 @@ const PROGRAMS: &str = "/usr/local/bin";
 
 /// The files of a driver below `root`, with their paths for a command, and the links to make.
 pub fn placed(mut files: DriverFiles, root: &Path) -> (DriverFiles, Vec<Link>) {
-    // The kernel loads the firmware, not the command.
+    // The kernel loads the firmware; the command does not need it.
     files.firmware.clear();
     if root == Path::new("/") {
         return (files, Vec::new());

@@ -50,7 +50,7 @@ pub fn main(args: &Supervise) -> ExitCode {
     }
 }
 
-/// Starts the supervisor again and ends, because the command must not have an unexpected child.
+/// Starts the supervisor a second time and ends, because the command must not have an unexpected child.
 fn detach(args: &Supervise) -> ExitCode {
     let started = Command::new("/proc/self/exe")
         .args(["supervise", "--detached", &args.share])

@@ -32,7 +32,7 @@ impl fmt::Debug for PodHandle {
 }
 
 impl PodHandle {
-    /// The pod `name`, which may have been made elsewhere.
+    /// The pod `name`, which somebody else may have made.
     #[must_use]
     pub fn new(client: Client, namespace: String, name: String) -> Self {
         Self {
@@ -146,7 +146,7 @@ impl PodHandle {
         Ok(claims.get(&name).await?)
     }
 
-    /// What the driver reports about the only device of ours in its claim's status, once it is there.
+    /// The driver's data on the only device of ours in its claim's status, once the status has it.
     pub async fn device_data(&self) -> anyhow::Result<Value> {
         let what = format!("status.devices of the claim of {}", self.name);
         wait::for_answer(&what, wait::USUAL, async || {
@@ -165,7 +165,7 @@ impl PodHandle {
         exec::run(&self.pods(), &self.name, self.container.as_deref(), command).await
     }
 
-    /// The pod with `container` as the one in which commands run.
+    /// The pod with `container` as the container of commands.
     #[must_use]
     pub fn container(&self, container: &str) -> Self {
         Self {

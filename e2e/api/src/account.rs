@@ -1,4 +1,4 @@
-//! The token of a pod.
+//! A pod's token.
 
 use anyhow::Context;
 use k8s_openapi::api::authentication::v1::TokenRequest;

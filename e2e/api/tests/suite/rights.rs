@@ -1,4 +1,4 @@
-//! A node's token can write only that node's objects; the usage API and the controller have no rights of each other.
+//! A node's token can write only that node's objects; the usage API and the controller share no rights.
 
 use anyhow::{Context, bail, ensure};
 use k8s_openapi::api::coordination::v1::Lease;

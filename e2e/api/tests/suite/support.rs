@@ -1,4 +1,4 @@
-//! What several tests need: what the scheduler allocated, what the controller counts.
+//! Helpers of several tests: the scheduler's allocations, the controller's metrics.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use tranche_api::names::{attribute, capacity};
 use tranche_e2e::system::text;
 use tranche_e2e::{Case, Namespace, SYSTEM};
 
-/// Held by a test that kills the controller's leader, and by one that says how soon the leader repairs something.
+/// Locked by a test that kills the controller's leader, and by a test that measures how soon the leader repairs something.
 pub static LEADER: Mutex<()> = Mutex::const_new(());
 
 /// A device that a claim has.
@@ -23,7 +23,7 @@ pub struct Allocated {
     pub tier: String,
     /// The profile of a partition, or a share's memory.
     pub size: Option<String>,
-    /// The GPU that it is, or that it is a part of.
+    /// Its GPU.
     pub uuid: String,
 }
 
@@ -34,7 +34,7 @@ impl fmt::Display for Allocated {
     }
 }
 
-/// All that the claims of a namespace have, or those of one of its pods.
+/// The devices of the claims of a namespace, or of one of its pods.
 pub async fn allocated(
     case: &Case,
     namespace: &Namespace,
@@ -80,7 +80,7 @@ fn described(device: &Device, result: &DeviceRequestAllocationResult) -> anyhow:
     })
 }
 
-/// What the controller answers a reader of its metrics.
+/// The controller's response to a reader of its metrics.
 pub async fn read_controller(case: &Case, path: &str, token: &str) -> anyhow::Result<String> {
     let api: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
     let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
