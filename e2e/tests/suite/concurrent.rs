@@ -1,4 +1,4 @@
-//! The tier `concurrent`: claims of any namespaces share a GPU by its MPS daemon.
+//! The tier `concurrent`: claims of any namespaces share a GPU through its MPS daemon.
 //!
 //! The daemon is NVIDIA's own; its clients are simulated.
 
@@ -11,7 +11,7 @@ use crate::plugin::renew_plugin;
 
 const GIB: u64 = 1 << 30;
 
-/// What a tenant may set.
+/// Variables that a hostile tenant sets.
 const HOSTILE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=70G CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 \
                        CUDA_MPS_PIPE_DIRECTORY=/nowhere";
 
@@ -28,7 +28,7 @@ async fn compute_mode(case: &Case, gpu: &str) -> anyhow::Result<String> {
     Ok(case.node.shell(&query).await?.trim().to_owned())
 }
 
-/// Waits until the GPU has no daemon, its compute mode is as it was, and nobody remembers a change of it.
+/// Waits until the GPU has no daemon and its original compute mode, and nobody has a record of a change.
 async fn restored(case: &Case, gpu: &str) -> anyhow::Result<()> {
     wait::for_answer("the GPU as it was", wait::USUAL, async || {
         let daemons = daemons(case, gpu).await?;
@@ -156,7 +156,7 @@ fn a_killed_daemon_fails_its_clients_and_then_serves_new_ones() -> anyhow::Resul
             Ok((now.len() == 1 && now != before).then_some(()))
         })
         .await?;
-        // A pod that was there can start programs again, and a new pod works.
+        // An existing pod can start programs again, and a new pod works.
         let late = namespace.started("late", &request).await?;
         for pod in [&bystander, &late] {
             let filled = pod.fill(&[]).await?;
@@ -173,7 +173,7 @@ fn a_killed_daemon_fails_its_clients_and_then_serves_new_ones() -> anyhow::Resul
     })
 }
 
-/// Daemons live on while the plugin is away.
+/// Daemons continue to run while the plugin is away.
 #[test]
 fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {

@@ -16,7 +16,7 @@ use tranche_e2e::{Case, Request, SYSTEM, run_on_a_node, system, wait, workload};
 /// Where the driver's libraries and device nodes are moved while there is no driver.
 const AWAY: &str = "/usr/lib/x86_64-linux-gnu/away";
 
-/// Whether the driver is ready by the GpuNode's condition, and the reason.
+/// The status and reason of the GpuNode's condition for the driver.
 fn driver_ready(node: &GpuNode) -> Option<(bool, String)> {
     let conditions = &node.status.as_ref()?.conditions;
     let ready = conditions.iter().find(|c| c.type_ == DRIVER_READY)?;
@@ -253,7 +253,7 @@ fn another_driver_version_serves_the_claims_that_are_allocated() -> anyhow::Resu
             let filled = pod.fill(&[]).await?;
             ensure!(filled[0].filled == 3 << 30, "{}: {filled:?}", pod.name());
         }
-        // The plugin changes GPUs by the new driver, although it watches the held claim without a pause.
+        // The plugin changes GPUs with the new driver, although it never stops watching the allocated claim.
         let other = Request::profile("1g.10gb").on(&case.gpus[1].uuid);
         namespace.started("partition", &other).await?;
         Ok(())

@@ -58,7 +58,7 @@ fn timeshared_pods_have_the_same_gpu_and_no_shim() -> anyhow::Result<()> {
     })
 }
 
-/// By the real nvidia-smi, on the node.
+/// The real nvidia-smi on the node shows the length.
 #[test]
 fn time_slices_follow_the_policy_while_a_gpu_is_timeshared() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -80,7 +80,7 @@ fn time_slices_follow_the_policy_while_a_gpu_is_timeshared() -> anyhow::Result<(
         shown("Long").await?;
         let two = namespace.started("two", &request).await?;
         one.delete().await?;
-        // The other one's share still wants it.
+        // The other share still needs it.
         shown("Long").await?;
         two.delete().await?;
         shown("Default").await

@@ -1,4 +1,4 @@
-//! Claims whose programs hold memory and run no kernel: named, and evicted where the policy says so.
+//! Claims whose programs hold memory but run no kernel are reported, and evicted if the policy says so.
 
 use anyhow::{Context as _, ensure};
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
@@ -12,7 +12,7 @@ use tranche_api::names::{IDLE_ANNOTATION, KEEP};
 use tranche_e2e::namespace::{Source, manifest};
 use tranche_e2e::{Case, Namespace, PodHandle, Request, policy, run_on_a_node, wait};
 
-/// Without a kernel for so long a claim is idle, and so long after that it is evicted.
+/// Seconds without a kernel after which a claim is idle, and seconds after that until it is evicted.
 const AFTER: u64 = 10;
 const GRACE: u64 = 3;
 
@@ -104,7 +104,7 @@ fn idle_pods_are_named_then_evicted_and_others_stay() -> anyhow::Result<()> {
         }))?;
         budgets.create(&PostParams::default(), &budget).await?;
 
-        // At first it is only named.
+        // At first, an idle claim is only reported.
         let idle = json!({
             "namespaces": {"matchLabels": {"kubernetes.io/metadata.name": namespace.name()}}, "afterSeconds": AFTER, "graceSeconds": GRACE,
         });
@@ -126,7 +126,7 @@ fn idle_pods_are_named_then_evicted_and_others_stay() -> anyhow::Result<()> {
         let refused = has_reason(&guarded, "EvictionRefused").await?;
         ensure!(refused.contains("disruption budget"), "{refused}");
 
-        // The budget is gone: it is tried again.
+        // Without the budget, the next eviction succeeds.
         budgets.delete("guarded", &DeleteParams::default()).await?;
         is_gone(&namespace, &guarded).await?;
         for pod in [&worker, &kept] {

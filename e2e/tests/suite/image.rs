@@ -1,5 +1,5 @@
-//! Images with their own libcuda. In these tests it is on a volume that an init container filled; for
-//! the container's hook there is no difference.
+//! Images with their own libcuda. In these tests it is on a volume that an init container filled, which is no difference to the
+//! container's hook.
 
 use anyhow::ensure;
 use serde_json::json;
@@ -38,7 +38,7 @@ async fn with_own_driver(
 fn a_libcuda_of_the_image_has_the_cap_by_name_and_by_path() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let fill = "cp /usr/lib/tranche/driver/libcuda.so.1 /own/libcuda.so.1; ln -s libcuda.so.1 /own/libcuda.so";
-        // On each of the two nodes: the hook reads what their runtimes tell it.
+        // On both nodes, because the hook reads what the node's runtime passes to it.
         let (_, second) = case.second_node().await?;
         for (name, gpu) in [("own", &case.gpus[0]), ("own-2", &second[0])] {
             let share = Request::capped("3Gi", "10").on(&gpu.uuid);
@@ -59,8 +59,7 @@ fn a_libcuda_of_the_image_has_the_cap_by_name_and_by_path() -> anyhow::Result<()
     })
 }
 
-/// The library of a newer release is the node's with one more byte: it works and can be
-/// distinguished.
+/// The library of a newer release is the node's library with one more byte: it works and can be distinguished.
 const NEWER: &str = "
     from=$(ls -d /usr/lib/tranche/driver/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 2>/dev/null | head -n 1)
     cp $from /own/libcuda.so.999.1; echo newer >>/own/libcuda.so.999.1; ln -s libcuda.so.999.1 /own/libcuda.so.1

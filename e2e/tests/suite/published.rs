@@ -68,7 +68,7 @@ async fn newer_driver(case: &Case) -> anyhow::Result<String> {
     Ok(put_back)
 }
 
-/// Waits until every capped device has this value of `untestedDriver`, and the taint or not.
+/// Waits until every capped device has the expected `untestedDriver` and taint.
 async fn capped_devices(case: &Case, what: &str, expected: (bool, bool)) -> anyhow::Result<()> {
     case.plugin()
         .slices(what, wait::USUAL, |slices| {
@@ -110,7 +110,7 @@ fn at_steady_state_nobody_writes() -> anyhow::Result<()> {
     })
 }
 
-/// The objects that are written without a reason.
+/// The objects that are written although nothing changed.
 async fn written<K: wait::Watched>(
     api: Api<K>,
     config: kube::runtime::watcher::Config,

@@ -1,5 +1,5 @@
-//! Container runtimes: containerd on the first node and CRI-O on the second, where it is installed. Both give a
-//! container what the CDI specs name, and run its hooks.
+//! Container runtimes: containerd on the first node, and CRI-O on the second, where it is installed. Both give a container all edits
+//! of the CDI specs, and run the hooks.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use tranche_e2e::{Case, PodHandle, Request, run};
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
 
-/// Both nodes and their GPUs, and what each runs its containers with.
+/// Both nodes with their GPUs and runtimes.
 async fn nodes(case: &Case) -> anyhow::Result<Vec<(Node, Vec<Gpu>, String)>> {
     let second = case.second_node().await?;
     let mut nodes = Vec::new();
@@ -134,7 +134,7 @@ async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()
         .collect();
     ensure!(all == devices, "{all:?}, not {devices:?}");
 
-    // What the hooks have made: each link, and the loader's cache.
+    // The hooks made each link and the loader's cache.
     for hook in objects("hooks") {
         let arguments: Vec<_> = hook["args"].as_array().into_iter().flatten().collect();
         for argument in arguments.windows(2).filter(|pair| pair[0] == "--link") {

@@ -84,7 +84,7 @@ fn shares_of_a_partition_keep_caps_beside_another_partition() -> anyhow::Result<
             "{held:?}"
         );
 
-        // All of its time is given away, and nobody gets all of the partition.
+        // All of its time is allocated, and no claim can get the whole partition.
         let third = namespace.idle("third", &share("1Gi", "10")).await?;
         third.has_no_room().await?;
         let all = Request::of(Tier::Partition).that(&on("3g.40gb"));
@@ -164,7 +164,7 @@ fn concurrent_shares_of_a_partition_have_its_own_daemon() -> anyhow::Result<()> 
         ensure!(migs[0] == migs[1], "two partitions: {migs:?}");
         let daemon = daemons(case, &migs[0]).await?;
         ensure!(daemon.len() == 1, "{daemon:?}");
-        // In EXCLUSIVE_PROCESS the GPU's partitions could not have a server each.
+        // In EXCLUSIVE_PROCESS the partitions could not each have a server.
         let query = format!(
             "nvidia-smi -i {} --query-gpu=compute_mode --format=csv,noheader",
             case.gpus[0].uuid
@@ -183,7 +183,7 @@ fn concurrent_shares_of_a_partition_have_its_own_daemon() -> anyhow::Result<()> 
         );
         second.seen().await?;
 
-        // The supervisor starts a daemon that was killed again, for the same device.
+        // The supervisor restarts a killed daemon for the same device.
         case.node
             .shell(&format!("kill -KILL {}", daemon[0]))
             .await?;

@@ -56,8 +56,8 @@ fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
         sees_exactly(&small, &[(first, 20 * GI)]).await?;
         sees_exactly(&large, &[(first, 40 * GI)]).await?;
 
-        // The neighbour works before, during and after the other reaches its cap. What it has free is compared from here on: while
-        // `sees_exactly` made a context in its share, 512 MiB more were taken.
+        // The neighbour works before, during and after the other reaches its cap. Its free memory is compared from here on, because
+        // `sees_exactly` took 512 MiB for a context in its share before.
         let before = large.next_beat().await?;
         let filled = small.fill(&[]).await?;
         ensure!(
@@ -86,8 +86,7 @@ fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<(
         let namespace = case.namespace("two").await?;
         let [one, two] = [&case.gpus[0].uuid, &case.gpus[1].uuid];
         let (small, large) = (Request::capped("5Gi", "10"), Request::capped("9Gi", "20"));
-        // In both orders, so that the result depends neither on the order of requests nor on that
-        // of GPUs.
+        // In both orders: the result must depend neither on the order of requests nor on that of GPUs.
         for (name, first, second) in [("straight", one, two), ("crossed", two, one)] {
             let requests = [
                 small.clone().named("small").on(first),
@@ -109,7 +108,7 @@ fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<(
             }
             pod.delete().await?;
         }
-        // The scheduler chooses: different GPUs because of the claim's constraint.
+        // The scheduler chooses different GPUs because of the claim's constraint.
         let requests = [small.named("small"), large.named("large")];
         namespace.template("apart", &apart(spec(&requests))).await?;
         let pod = namespace

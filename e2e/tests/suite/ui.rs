@@ -24,9 +24,9 @@ const DESK: View = View {
     height: 800,
     is_dark: false,
 };
-/// What a person with other eyes, or without a mouse, would stumble over: a line for each.
+/// Returns a line for each accessibility problem of the page.
 const CHECKS: &str = include_str!("../../browser/checks.js");
-/// What has the focus: the UUID of a GPU, or an id.
+/// The focused element: the UUID of a GPU, or an id.
 const FOCUSED: &str = "document.activeElement.dataset.uuid ?? document.activeElement.id";
 
 /// The running command, and its page in a browser.
@@ -36,7 +36,7 @@ struct Page {
 }
 
 impl Page {
-    /// Starts the command with these options, opens what it prints, and waits until the cluster is there.
+    /// Starts the command with these options, opens the address that it prints, and waits until the page shows the cluster.
     async fn open(options: &[&str]) -> anyhow::Result<Self> {
         let mut command = Command::new(kubectl::binary()?)
             .arg("ui")
@@ -65,7 +65,7 @@ impl Page {
         Ok(Self { browser, command })
     }
 
-    /// Ends both. The page and the browser have nothing to complain of.
+    /// Ends both. The page and the browser must not have written warnings or errors.
     async fn close(mut self) -> anyhow::Result<()> {
         let complaints = self.browser.complaints().await?;
         self.browser.close().await?;
@@ -74,7 +74,7 @@ impl Page {
         Ok(())
     }
 
-    /// Waits until the page has what the scheduler says of a pod, which may change with what else is in the cluster.
+    /// Waits until the page has the scheduler's message on a pod, which may change with other objects of the cluster.
     async fn has_reason(&self, pod: &PodHandle) -> anyhow::Result<()> {
         loop {
             let message = pod.unschedulable().await?;
@@ -99,8 +99,8 @@ impl Page {
         Ok(())
     }
 
-    /// Gives each GPU of the node a pod of this namespace, and searches for the namespace: what tests on other nodes do changes
-    /// nothing in the map. Returns the pods, and the GPUs' UUIDs in the order of the map, at least two.
+    /// Gives each GPU of the node a pod of this namespace, and searches for the namespace, so that tests on other nodes change nothing in
+    /// the map. Returns the pods, and the GPUs' UUIDs in the order of the map, at least two.
     async fn with_own_gpus(
         &self,
         case: &Case,
@@ -130,7 +130,7 @@ impl Page {
         self.search(&format!("{}/", namespace.name())).await
     }
 
-    /// Puts words into the search, and the focus.
+    /// Puts words into the search field, and the focus on it.
     async fn search(&self, words: &str) -> anyhow::Result<()> {
         let script = format!(
             "const search = document.getElementById('search');
@@ -152,7 +152,7 @@ impl Page {
         self.browser.evaluate::<bool>(&script).await.map(drop)
     }
 
-    /// The keys that go from the node that has the focus to another one, and back.
+    /// The keys that move the focus from its node to another node, and back.
     async fn way_to_others(&self) -> anyhow::Result<(Key, Key)> {
         let script = "const own = document.activeElement.closest('section');
              return own.nextElementSibling ? 'below' : own.previousElementSibling && 'above'";
@@ -167,7 +167,7 @@ impl Page {
         })
     }
 
-    /// The UUID of the GPU that has the focus, or the id of what has it.
+    /// The UUID of the focused GPU, or the id of the focused element.
     async fn focused(&self) -> anyhow::Result<String> {
         self.browser.evaluate(&format!("return {FOCUSED}")).await
     }
@@ -180,7 +180,7 @@ impl Page {
         come.await.map(drop)
     }
 
-    /// Presses a key until the focus is at a GPU of the node, or of another one. It stays in the first column, where it is.
+    /// Presses a key until the focus is on a GPU of the node, or of another node. The focus must stay in the first column.
     async fn comes_to(&self, key: Key, node: &str, is_its: bool) -> anyhow::Result<()> {
         let script = format!(
             "const tile = document.activeElement, left = (it) => it.getBoundingClientRect().left;
@@ -196,7 +196,7 @@ impl Page {
         .await
     }
 
-    /// Presses a key that moves the focus.
+    /// Presses a key that must move the focus to `expected`.
     async fn goes(&self, key: Key, expected: &str) -> anyhow::Result<()> {
         self.browser.press(key).await?;
         let focused = self.focused().await?;
@@ -208,7 +208,7 @@ impl Page {
     }
 }
 
-/// What the scheduler gave a claim, as soon as the API server has it.
+/// A claim's allocation, as soon as the API server has it.
 async fn allocated(namespace: &Namespace, claim: &str) -> anyhow::Result<Value> {
     let found = wait::for_one(
         namespace.claims(),
@@ -308,7 +308,7 @@ fn the_page_works_by_keyboard_on_a_phone_and_in_both_themes() -> anyhow::Result<
         page.comes_to(back, case.node.name(), true).await?;
         page.search_for(&namespace).await?;
 
-        // Tab reaches the map once, arrows go through it.
+        // Tab reaches the map once, and arrows move within it.
         let in_tiers = "return document.activeElement.closest('#tiers') !== null";
         page.browser.press(Key::Tab).await?;
         while page.browser.evaluate::<bool>(in_tiers).await? {
@@ -335,7 +335,7 @@ fn the_page_works_by_keyboard_on_a_phone_and_in_both_themes() -> anyhow::Result<
         let shown = "return document.getElementById('details').innerText";
         let shown: String = page.browser.evaluate(shown).await?;
         ensure!(shown.contains(&tiles[0]), "{shown}");
-        // The bar is for the eye: the same facts are in words.
+        // Screen readers skip the bar, because words have the same facts.
         let hidden =
             "return [...document.querySelectorAll('.bar')].every((it) => it.ariaHidden === 'true')";
         ensure!(
@@ -389,7 +389,7 @@ fn the_focus_and_a_pressed_tier_stay_when_gpus_leave_the_map() -> anyhow::Result
         last.delete().await?;
         page.focus_comes_to("map").await?;
 
-        // The button is the same element, so that a press of it is not lost; without GPUs it is there until it is pressed again.
+        // The button stays the same element, so that a press is not lost. Without GPUs it stays until it is pressed again.
         let pressed = "return tier.isConnected && tier.ariaPressed === 'true'";
         ensure!(
             page.browser.evaluate::<bool>(pressed).await?,

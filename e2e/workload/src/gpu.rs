@@ -226,8 +226,8 @@ impl Memory {
     /// Copies the first `len` bytes of `from`, on the device.
     pub fn copy(&mut self, from: &Self, len: usize) -> anyhow::Result<()> {
         let (to, from) = (self.place(0, len)?, from.place(0, len)?);
-        // SAFETY: `place` has checked that both ranges lie within their allocations, of which
-        // there are two: `self` is borrowed alone.
+        // SAFETY: `place` has checked that both ranges lie within their allocations, and the allocations differ because `self` is
+        // borrowed mutably.
         unsafe { result::memcpy_dtod_sync(to, from, len) }
             .map_err(named)
             .context("cuMemcpyDtoD")
@@ -250,7 +250,7 @@ impl Memory {
         Ok(self.address + at as sys::CUdeviceptr)
     }
 
-    /// Gives it back and says whether the driver took it.
+    /// Frees it, and reports an error of the driver.
     pub fn free(mut self) -> anyhow::Result<()> {
         self.release().map_err(named).context("freeing memory")
     }
