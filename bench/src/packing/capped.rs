@@ -13,9 +13,9 @@ use super::place::{Place, Sum, place, ratio};
 use super::scheduled::{Node, claim};
 use crate::row::Row;
 
-/// GPUs of the node; more than are needed.
+/// GPUs of the node; more than the shares need.
 const GPUS: u32 = 32;
-/// What is in use together, in thousandths of a GPU.
+/// The sum of the shares in use, in thousandths of a GPU.
 const LOAD: u32 = 16_000;
 
 pub fn run(args: Args) -> anyhow::Result<Vec<Row>> {

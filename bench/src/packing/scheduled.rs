@@ -27,7 +27,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// So many H100 in this tier under the default policy, which is returned, too.
+    /// Plans a node with `gpus` H100 in this tier under the default policy, and also returns the policy.
     pub fn plan(gpus: u32, tier: Tier) -> anyhow::Result<(Self, SharingPolicy)> {
         let policy: SharingPolicy = serde_json::from_value(json!({
             "apiVersion": "gpu.tranche.dev/v1alpha1",
@@ -74,7 +74,7 @@ impl Node {
         Ok((node, policy))
     }
 
-    /// Adds up what the events cost under our order, and under the reverse.
+    /// Adds up the cost of the events under our order of devices, and under the reverse order.
     pub fn measure(
         &self,
         scheduler: &mut Scheduler,
@@ -95,7 +95,7 @@ impl Node {
         Ok(())
     }
 
-    /// The slices and their devices in the reverse order: the allocator goes by the slices' names.
+    /// The slices and their devices in the reverse order. The allocator uses the order of the slices' names.
     fn reversed(&self) -> Vec<ResourceSlice> {
         let mut reversed = self.slices.clone();
         let count = reversed.len();
@@ -107,7 +107,7 @@ impl Node {
     }
 }
 
-/// A node's inventory with so many H100.
+/// A node's inventory with `count` H100.
 pub fn h100s(count: u32) -> Inventory {
     let gpus: Vec<Gpu> = (0..count).map(h100).collect();
     let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();

@@ -12,11 +12,11 @@ use crate::tenants::{Part, Place, Tenant};
 
 pub const PRODUCT: &str = "NVIDIA H100 80GB HBM3";
 pub const DRIVER_VERSION: &str = "580.95.05";
-/// MiB of a GPU, and what the driver keeps of them.
+/// MiB of a GPU, and the MiB that the driver reserves.
 pub const MEMORY: u64 = 81_559;
 pub const RESERVED: u64 = 551;
 
-/// What the scheduler says of a pod that fits nowhere.
+/// The scheduler's message on a pod that fits nowhere.
 const UNSCHEDULABLE: &str = "0/6 nodes are available: 6 cannot allocate all claims. still not schedulable, preemption: 0/6 nodes are \
                              available: 6 Preemption is not helpful for scheduling.";
 
@@ -66,7 +66,7 @@ impl Planner {
             retained: &[],
         })
         .unwrap();
-        // Pages are counted by it.
+        // The number of pages depends on it.
         assert_eq!(planned.slices.len(), gpus + 1, "slices of {name}");
         let slices = planned.slices.into_iter().map(|slice| {
             let mut spec = json!({
@@ -128,7 +128,7 @@ pub fn claim(tenant: &Tenant) -> Value {
     claim
 }
 
-/// A claim that has nothing yet.
+/// A claim without an allocation.
 pub fn waiting(namespace: &str, name: &str, tier: Tier) -> Value {
     let asked = (tier == Tier::Capped).then(|| json!({"memory": "64Gi", "cores": "60"}));
     request(namespace, name, tier, asked)
@@ -155,7 +155,7 @@ fn request(namespace: &str, name: &str, tier: Tier, asked: Option<Value>) -> Val
     })
 }
 
-/// A pod that waits since some minutes.
+/// A pod that has been waiting for some minutes.
 pub fn pending(namespace: &str, name: &str, minutes: i64) -> Value {
     let since = jiff::Timestamp::now() - jiff::SignedDuration::from_mins(minutes);
     json!({

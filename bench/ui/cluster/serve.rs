@@ -1,4 +1,4 @@
-//! Lists and watches, as an API server answers them.
+//! Answers lists and watches as an API server does.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ pub async fn answer(State(cluster): State<Arc<Cluster>>, request: Request) -> Re
     list(&cluster, resource, namespace, &page).unwrap_or_else(not_found)
 }
 
-/// The resource of a path, and the namespace in which it is asked for.
+/// The resource and the namespace of a path.
 fn resource(path: &str) -> (&str, Option<&str>) {
     let (before, resource) = path.rsplit_once('/').unwrap_or(("", path));
     let namespace = before.split_once("/namespaces/").map(|(_, name)| name);
@@ -93,7 +93,7 @@ fn list(
 }
 
 impl Page {
-    /// This part of a list of all objects. Only what is in it is made.
+    /// This part of a list. It makes only the objects of the part.
     fn of<T>(&self, all: &[T], object: impl Fn(&T) -> String) -> Response {
         let start = self.start.min(all.len());
         let next = start.saturating_add(self.limit).min(all.len());
@@ -116,7 +116,7 @@ fn not_found() -> Response {
     (StatusCode::NOT_FOUND, kind, body.to_string()).into_response()
 }
 
-/// Claims change; everything else stays as it was listed.
+/// Only claims change.
 fn watch(cluster: &Cluster, resource: &str) -> Response {
     let body = if resource == "resourceclaims" {
         let events = stream::unfold(cluster.events.subscribe(), |mut events| async {

@@ -1,4 +1,4 @@
-//! Who holds which part of which GPU, and what he does with it.
+//! The tenants of each GPU, their parts and what they do.
 
 use tranche_api::Tier;
 
@@ -18,13 +18,13 @@ pub struct Tenant {
     pub work: Work,
 }
 
-/// What a claim has of a GPU.
+/// A claim's part of a GPU.
 #[derive(Clone, Copy)]
 pub enum Part {
     Whole,
-    /// Of a capped or a concurrent device: GiB, percent of the cores.
+    /// A share of a capped or a concurrent device: GiB, percent of the cores.
     Share(Tier, u64, u64),
-    /// A MIG instance: its profile, the slice at which it begins, MiB.
+    /// A MIG instance: its profile, its first slice, MiB.
     Instance(&'static str, usize, u64),
     /// A turn of a timeshared device.
     Turn,
@@ -37,9 +37,9 @@ pub enum Work {
     Trains,
     /// It follows its users.
     Serves,
-    /// It computes for some minutes, then waits for somebody.
+    /// It computes for some minutes, then waits for its user.
     Tries,
-    /// Nobody came back to it.
+    /// Its user did not come back.
     Idles,
 }
 
@@ -54,7 +54,7 @@ impl Place {
     }
 
     pub fn uuid(self) -> String {
-        // Eight digits that differ: a device's name has these alone.
+        // The first eight digits differ, because a device's name has only these.
         let number = u32::try_from(self.node * 64 + self.gpu).unwrap();
         let first = number.wrapping_mul(2_654_435_761).wrapping_add(0x1f3a_0000);
         let (node, gpu) = (self.node, self.gpu);
@@ -87,7 +87,7 @@ impl Tenant {
         }
     }
 
-    /// The share of a device that several claims may have.
+    /// The share's ID, for a device that several claims may have.
     pub fn share_id(&self) -> Option<String> {
         let is_shared = matches!(self.part, Part::Share(..) | Part::Turn);
         is_shared.then(|| format!("share-{}", self.name))
@@ -102,7 +102,7 @@ impl Tenant {
     }
 }
 
-/// The tenants of a GPU; none of a free one.
+/// The tenants of a GPU; empty for a free GPU.
 pub fn of(place: Place) -> Vec<Tenant> {
     let pattern = [
         whole, shares, partitions, shares, free, servers, shares, whole, turns, partitions, shares,
@@ -145,7 +145,7 @@ fn whole(place: Place) -> Vec<Tenant> {
 
 fn shares(place: Place) -> Vec<Tenant> {
     let share = |gib, cores| Part::Share(Tier::Capped, gib, cores);
-    // Notebooks are what people forget.
+    // People forget notebooks.
     let notebook = if place.nth().is_multiple_of(3) {
         Work::Tries
     } else {

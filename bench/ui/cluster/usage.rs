@@ -1,4 +1,4 @@
-//! What tenants use now: the objects of `usage.gpu.tranche.dev`. As in a node's answer, all parts add up.
+//! The current use of tenants: the objects of `usage.gpu.tranche.dev`. As in a node's answer, all parts add up.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -14,17 +14,17 @@ use crate::objects::{DRIVER_VERSION, MEMORY, PRODUCT, RESERVED, pci_address};
 use crate::tenants::{Part, Place, Tenant, Work};
 
 const MIB: u64 = 1 << 20;
-/// MiB that a GPU's driver takes beside its reserve, and a share has for the contexts of its processes.
+/// MiB that a GPU's driver takes beside its reserve, and MiB of a share for the contexts of its processes.
 const OF_DRIVER: u64 = 12;
 const CONTEXT: u64 = 512;
-/// Of so many GPUs, the one that is lost.
+/// One of this many GPUs is lost.
 const OF_GPUS: usize = 97;
 const LOST: usize = 43;
 
-/// What a tenant does at one time, in thousandths.
+/// A tenant's load at one time, in thousandths.
 struct Load {
     memory: u64,
-    /// Of its part of the GPU's time.
+    /// The used part of its GPU time.
     busy: u64,
     idle_seconds: u64,
 }
@@ -213,7 +213,7 @@ fn share(tenant: &Tenant, second: u64) -> ShareUsage {
         Part::Whole => (MEMORY - RESERVED - OF_DRIVER, 100, false),
         Part::Share(_, gib, cores) => (gib * 1024, cores, true),
         Part::Instance(_, _, mib) => (mib, 100, false),
-        // There are two turns, and each takes what it likes.
+        // There are two turns, without limits.
         Part::Turn => (MEMORY / 4, 50, false),
     };
     let (allocated, reserved) = (mib * MIB, if is_limited { CONTEXT * MIB } else { 0 });
@@ -224,7 +224,7 @@ fn share(tenant: &Tenant, second: u64) -> ShareUsage {
     };
     let utilization = match tenant.part {
         _ if !known => Utilization::default(),
-        // NVML has no time of kernels in MIG mode.
+        // NVML does not measure the time of kernels in MIG mode.
         Part::Instance(..) => without_time(measures(load.busy * percent / 10)),
         _ => measures(load.busy * percent / 10),
     };
@@ -271,7 +271,7 @@ fn profile(tenant: &Tenant) -> &'static str {
     }
 }
 
-/// By which tenants of a kind differ.
+/// A number that makes tenants of a kind differ.
 fn seed(tenant: &Tenant) -> u64 {
     let place = u64::try_from(tenant.place.nth()).unwrap();
     let name = tenant.name.bytes().map(u64::from).sum::<u64>();

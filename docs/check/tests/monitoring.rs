@@ -7,7 +7,7 @@ use tranche_docs::repository;
 
 const RUNBOOKS: &str = "https://github.com/tranche-dev/tranche/blob/main/docs/runbooks/";
 
-/// The reference pages are held to the metrics by tests of the plugin and of the controller.
+/// Tests of the plugin and of the controller compare the reference pages with the metrics.
 #[test]
 fn every_metric_of_an_expression_is_in_the_reference() {
     let pages = ["metrics.md", "controller-metrics.md"]
@@ -75,7 +75,7 @@ fn every_alert_has_a_page_and_every_page_an_alert() {
     }
 }
 
-/// A metric of memory that is used with others has to have their unit.
+/// Metrics of memory in one expression must have the same unit.
 #[test]
 fn a_value_in_mib_meets_no_value_in_bytes() {
     let of_alerts = alerts(&repository())
