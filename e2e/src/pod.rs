@@ -14,7 +14,7 @@ use tranche_api::names::DRIVER;
 use crate::exec::{self, Exit};
 use crate::node::Node;
 use crate::wait;
-use crate::workload::{self, Beat, Filled, Seen};
+use crate::workload::{self, Beat, Filled, VisibleDevice};
 
 /// A pod, by name.
 #[derive(Clone)]
@@ -183,7 +183,7 @@ impl PodHandle {
     }
 
     /// The GPUs that CUDA shows in it.
-    pub async fn seen(&self) -> anyhow::Result<Vec<Seen>> {
+    pub async fn seen(&self) -> anyhow::Result<Vec<VisibleDevice>> {
         workload::lines(&self.stdout(&["tranche-workload", "--json", "info"]).await?)
     }
 

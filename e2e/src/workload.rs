@@ -21,7 +21,7 @@ pub fn hold(bytes: &str) -> [&str; 7] {
 
 /// A device as CUDA shows it.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
-pub struct Seen {
+pub struct VisibleDevice {
     /// Its number in the process.
     pub device: usize,
     /// `GPU-…`

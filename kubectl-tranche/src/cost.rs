@@ -1,9 +1,9 @@
 //! `cost`: what holders pay for an hour, what is free, what is stranded, and which holders use less than they have.
 //!
 //! ```text
-//!  prices ─► split ─► bill ─► Answer    the price of a GPU for an hour, by product: an administrator's, or a default
-//!                                       split: that price among the GPU's holders, what is free and what is stranded
-//!  calculator                           jobs on whole GPUs against jobs on shares
+//!  prices ─► split ─► bill ─► CostReport  the price of a GPU for an hour, by product: an administrator's, or a default
+//!                                         split: that price among the GPU's holders, what is free and what is stranded
+//!  calculator                             jobs on whole GPUs against jobs on shares
 //! ```
 //!
 //! **What a holder pays.** A partition pays for its compute slices, as clouds price MIG. A share with sizes pays the mean of its
@@ -40,7 +40,7 @@ const GI: u64 = 1 << 30;
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Answer {
+pub struct CostReport {
     /// How the rows are grouped.
     pub by: CostBy,
     /// What holders pay, the most expensive first.
@@ -166,7 +166,7 @@ impl RightSize {
 }
 
 #[must_use]
-pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError]) -> Answer {
+pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError]) -> CostReport {
     let Bill {
         items,
         total,
@@ -174,7 +174,7 @@ pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError])
         unpriced,
     } = bill(model, prices);
     let is_known = model.usage_unknown.is_none();
-    Answer {
+    CostReport {
         by,
         rows: rows(&items, by),
         total,
@@ -262,7 +262,7 @@ pub(crate) fn right_size(tenant: &Tenant) -> Option<RightSize> {
     })
 }
 
-impl View for Answer {
+impl View for CostReport {
     fn blocks(&self, is_wide: bool) -> Vec<Block> {
         let mut blocks = Vec::new();
         let name = match self.by {
@@ -326,7 +326,7 @@ impl Total {
     }
 }
 
-impl Answer {
+impl CostReport {
     fn hints(&self) -> Vec<Block> {
         let idle = self.idle.iter().flatten().map(|it| {
             let text = format!(

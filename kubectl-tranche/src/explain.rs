@@ -32,7 +32,7 @@ pub struct Explanation {
     pub namespace: String,
     pub name: String,
     /// In one word.
-    pub verdict: Answer,
+    pub verdict: Conclusion,
     /// Whether something could not be read, so that the verdict may be wrong.
     pub is_partial: bool,
     /// What stands in the way on every node, a line each.
@@ -57,7 +57,7 @@ pub struct Explanation {
 /// The verdict in one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Answer {
+pub enum Conclusion {
     /// All claims are allocated.
     Allocated,
     /// A node has the devices, and nothing that is known keeps the pod from it.
@@ -145,7 +145,7 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
         kind: facts.subject.kind(),
         namespace: facts.namespace.clone(),
         name: facts.subject.name().to_owned(),
-        verdict: Answer::Allocated,
+        verdict: Conclusion::Allocated,
         is_partial: !facts.gaps.is_empty(),
         obstacles: Vec::new(),
         scheduler: facts.scheduler(),
@@ -175,8 +175,8 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
         let report = allocator.explain(node, &wanted);
         judged.push((node, keeps_off, report));
     }
-    explanation.verdict = self::answer(&mut obstacles, &judged);
-    if explanation.verdict == Answer::Waits && obstacles.is_empty() {
+    explanation.verdict = self::conclusion(&mut obstacles, &judged);
+    if explanation.verdict == Conclusion::Waits && obstacles.is_empty() {
         let open = judged
             .iter()
             .filter(|(_, keeps_off, _)| keeps_off.is_empty());
@@ -205,13 +205,13 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
 
 type Judged<'a> = (&'a k8s_openapi::api::core::v1::Node, Vec<String>, Report);
 
-fn answer(obstacles: &mut Vec<String>, judged: &[Judged<'_>]) -> Answer {
+fn conclusion(obstacles: &mut Vec<String>, judged: &[Judged<'_>]) -> Conclusion {
     if !obstacles.is_empty() {
-        return Answer::Waits;
+        return Conclusion::Waits;
     }
     if judged.is_empty() {
         obstacles.push("there is no node, or you may not list any".to_owned());
-        return Answer::Waits;
+        return Conclusion::Waits;
     }
     let open = judged
         .iter()
@@ -228,19 +228,19 @@ fn answer(obstacles: &mut Vec<String>, judged: &[Judged<'_>]) -> Answer {
     match problems.first() {
         Some(Problem::Stops(why)) => {
             obstacles.push(format!("the scheduler stops with an error: {why}"));
-            return Answer::Fails;
+            return Conclusion::Fails;
         }
         Some(Problem::Unjudged(why)) => {
             obstacles.push(format!("cannot judge: {why}"));
-            return Answer::Unjudged;
+            return Conclusion::Unjudged;
         }
         None => {}
     }
     let fits = |(_, _, report): &&Judged<'_>| matches!(report.verdict, Verdict::Fits(_));
     if open.clone().any(|it| fits(&it)) {
-        Answer::Fits
+        Conclusion::Fits
     } else {
-        Answer::Waits
+        Conclusion::Waits
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::snapshot::Snapshot;
-use crate::usage::Known;
+use crate::usage::UsageResult;
 
 /// The facts for the checks.
 #[derive(Clone, Debug)]
@@ -23,7 +23,7 @@ pub struct Facts {
     /// The objects.
     pub snapshot: Snapshot,
     /// The use of GPUs.
-    pub usage: Known,
+    pub usage: UsageResult,
 }
 
 /// A value, or one line that says why it is not known.

@@ -20,7 +20,7 @@ pub struct Question {
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Answer {
+pub struct Listing {
     /// How the rows are grouped.
     #[serde(skip)]
     pub kind: Option<Kind>,
@@ -80,7 +80,7 @@ pub enum NotFound {
     Gpu(String),
 }
 
-pub fn answer(model: &Model, question: &Question) -> Result<Answer, NotFound> {
+pub fn answer(model: &Model, question: &Question) -> Result<Listing, NotFound> {
     let Question { kind, name, scope } = question;
     let items = match kind {
         Kind::Claims => claims(model, name.as_deref(), scope),
@@ -89,7 +89,7 @@ pub fn answer(model: &Model, question: &Question) -> Result<Answer, NotFound> {
     };
     match name {
         Some(name) if items.is_empty() => Err(not_found(*kind, name, scope)),
-        _ => Ok(Answer {
+        _ => Ok(Listing {
             kind: Some(*kind),
             items,
         }),
@@ -208,7 +208,7 @@ fn is_prefix(name: &str, uuid: &str) -> bool {
     name.len() > "GPU-".len() && uuid.starts_with(name)
 }
 
-impl View for Answer {
+impl View for Listing {
     fn blocks(&self, is_wide: bool) -> Vec<Block> {
         if self.items.is_empty() {
             let what = match self.kind {

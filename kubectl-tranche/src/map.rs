@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tranche_api::Tier;
 
-use crate::model::{Gpu, Held, Model, Room};
+use crate::model::{AllocatedDevice, Gpu, Model, Room};
 use crate::output::{Block, Tone, View, bytes};
 use crate::top::{free, size, use_of};
 use crate::usage::Used;
@@ -142,7 +142,7 @@ fn segments(gpu: &Gpu) -> Vec<Segment> {
                 .collect()
         }
         Room::Slices(room) => {
-            let mut held: Vec<&Held> = gpu.held.iter().collect();
+            let mut held: Vec<&AllocatedDevice> = gpu.held.iter().collect();
             held.sort_by_key(|held| held.slice);
             let taken = u64::from(room.memory - room.free_memory.min(room.memory));
             let sum: u64 = held.iter().map(|it| it.memory).sum();
@@ -157,7 +157,7 @@ fn segments(gpu: &Gpu) -> Vec<Segment> {
     all.into_iter().filter(|it| it.part > 0).collect()
 }
 
-fn of_device(held: &Held) -> Content {
+fn of_device(held: &AllocatedDevice) -> Content {
     let tenants = of_tenants(held).filter_map(|(_, content)| match content {
         Content::Held { tenants, .. } => Some(tenants),
         _ => None,
@@ -169,7 +169,7 @@ fn of_device(held: &Held) -> Content {
 }
 
 /// Each tenant with its memory.
-fn of_tenants(held: &Held) -> impl Iterator<Item = (u64, Content)> {
+fn of_tenants(held: &AllocatedDevice) -> impl Iterator<Item = (u64, Content)> {
     held.holders().map(|tenant| {
         let device = &tenant.device;
         let mut text = format!("{}/{}", tenant.namespace, tenant.claim);

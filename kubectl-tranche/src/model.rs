@@ -3,7 +3,7 @@
 //! ```text
 //!  ResourceSlices ─► devices ─► the GPU, tier and amounts of each device
 //!  ResourceClaims ─► claims ──► what each claim waits for or holds
-//!  GpuNodes ───────► gpus ────► Node ─► Gpu ─► Held (a device) ─► Tenant (a claim's share of it)
+//!  GpuNodes ───────► gpus ────► Node ─► Gpu ─► AllocatedDevice ─► Tenant (a claim's part of it)
 //!                                          └─► room: what is free, what is stranded
 //! ```
 //!
@@ -81,7 +81,7 @@ pub struct Gpu {
     /// The tiers in which it is offered.
     pub offered: Vec<Tier>,
     /// Its allocated devices, by name.
-    pub held: Vec<Held>,
+    pub held: Vec<AllocatedDevice>,
     /// What is free of it.
     pub room: Room,
     /// What of it is not offered, and why.
@@ -95,7 +95,7 @@ pub struct Gpu {
 /// An allocated device: a whole GPU, a partition, or a GPU or partition that shares divide.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Held {
+pub struct AllocatedDevice {
     /// Its name, as in the slice.
     pub device: String,
     /// The tier in which it is allocated.
@@ -142,7 +142,7 @@ pub struct Tenant {
 impl Model {
     /// The model of what was read, with the use where it is known.
     #[must_use]
-    pub fn new(snapshot: &Snapshot, usage: &usage::Known) -> Self {
+    pub fn new(snapshot: &Snapshot, usage: &usage::UsageResult) -> Self {
         let devices = Devices::read(&snapshot.slices);
         let claims = claims::read(snapshot, &devices);
         let nodes = gpus::nodes(snapshot, &devices, &claims, usage.as_ref().ok());
@@ -160,7 +160,7 @@ impl Model {
     }
 }
 
-impl Held {
+impl AllocatedDevice {
     /// Its tenants, without those with admin access.
     pub fn holders(&self) -> impl Iterator<Item = &Tenant> {
         let tenants = self.tenants.iter();
@@ -201,7 +201,7 @@ impl Tenant {
 impl Gpu {
     /// All tenants, without those with admin access.
     pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
-        self.held.iter().flat_map(Held::holders)
+        self.held.iter().flat_map(AllocatedDevice::holders)
     }
 
     /// The UUID's first digits, as in the names of its devices: `GPU-4d8c1f9e`.

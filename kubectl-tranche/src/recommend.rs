@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::output::{Block, Tone, View};
 
 pub use claim::{Size, SizeError, yaml};
-pub use pod::{Known, of_pod};
+pub use pod::{PodAnswers, of_pod};
 pub use tree::{Choice, Leaf, Next, Question, START, TREE, markdown};
 
 #[derive(Clone, Debug, Serialize)]

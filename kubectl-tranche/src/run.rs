@@ -374,7 +374,7 @@ async fn read_with_use(
     cluster: &Cluster,
     asked: &[Resource],
     scope: Scope,
-) -> Result<(Snapshot, usage::Known), Failure> {
+) -> Result<(Snapshot, usage::UsageResult), Failure> {
     let usage = async { Ok(Box::pin(cluster.usage(&scope)).await) };
     try_join(read_all(cluster, asked, scope.clone()), usage).await
 }
@@ -389,7 +389,7 @@ fn scope(connection: &Connection, args: ScopeArgs, cluster: &Cluster) -> Scope {
 }
 
 /// What is missing in the result, a line for each gap.
-fn notes(snapshot: &Snapshot, usage: &usage::Known) -> Vec<String> {
+fn notes(snapshot: &Snapshot, usage: &usage::UsageResult) -> Vec<String> {
     let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
     gaps.chain(usage::notes(usage)).collect()
 }

@@ -13,7 +13,7 @@ use crate::usage::Used;
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
-pub enum Answer {
+pub enum TopReport {
     /// A row for each node.
     Nodes { nodes: Vec<NodeRow> },
     /// A row for each GPU.
@@ -81,15 +81,15 @@ pub struct PodRow {
 }
 
 #[must_use]
-pub fn answer(model: &Model, kind: TopKind, scope: &Scope) -> Answer {
+pub fn answer(model: &Model, kind: TopKind, scope: &Scope) -> TopReport {
     match kind {
-        TopKind::Nodes => Answer::Nodes {
+        TopKind::Nodes => TopReport::Nodes {
             nodes: model.nodes.iter().map(node).collect(),
         },
-        TopKind::Gpus => Answer::Gpus {
+        TopKind::Gpus => TopReport::Gpus {
             gpus: model.gpus().map(|(node, it)| gpu(node, it)).collect(),
         },
-        TopKind::Pods => Answer::Pods {
+        TopKind::Pods => TopReport::Pods {
             pods: pods(model, scope),
         },
     }
@@ -168,7 +168,7 @@ fn pods(model: &Model, scope: &Scope) -> Vec<PodRow> {
     rows
 }
 
-impl View for Answer {
+impl View for TopReport {
     fn blocks(&self, is_wide: bool) -> Vec<Block> {
         let table = match self {
             Self::Nodes { nodes } => node_table(nodes),

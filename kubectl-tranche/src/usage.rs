@@ -91,11 +91,11 @@ pub struct Missing {
 }
 
 /// The use, or why it is not known: one line.
-pub type Known = Result<Usage, String>;
+pub type UsageResult = Result<Usage, String>;
 
 /// Lines that say what is missing of the use.
 #[must_use]
-pub fn notes(known: &Known) -> Vec<String> {
+pub fn notes(known: &UsageResult) -> Vec<String> {
     match known {
         Ok(usage) => usage.notes(),
         Err(line) => vec![line.clone()],

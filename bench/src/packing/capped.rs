@@ -9,7 +9,7 @@ use tranche_api::tier::Tier;
 
 use super::Args;
 use super::lives::lives;
-use super::place::{Place, Sum, place, ratio};
+use super::place::{Placer, Sum, place, ratio};
 use super::scheduled::{Node, claim};
 use crate::row::Row;
 
@@ -63,7 +63,7 @@ struct BestFit {
     used: Vec<u32>,
 }
 
-impl Place for BestFit {
+impl Placer for BestFit {
     fn start(&mut self, _: usize, size: u32) -> anyhow::Result<usize> {
         let used = self.used.iter().copied().enumerate();
         let fitting = used.filter(|(_, used)| used + size <= 1000);

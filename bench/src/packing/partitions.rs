@@ -10,7 +10,7 @@ use tranche_simulator_machine::mig::{GpuProfile, Model, ModelName};
 
 use super::Args;
 use super::lives::{Event, lives};
-use super::place::{Place, Sum, place, ratio};
+use super::place::{Placer, Sum, place, ratio};
 use super::scheduled::{Node, claim};
 use crate::row::Row;
 
@@ -110,7 +110,7 @@ impl BestFit {
     }
 }
 
-impl Place for BestFit {
+impl Placer for BestFit {
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize> {
         let (name, _) = profile(size);
         let wanted = self

@@ -26,7 +26,7 @@ pub fn ratio(part: u64, whole: u64) -> f64 {
 }
 
 /// Chooses GPUs for shares.
-pub trait Place {
+pub trait Placer {
     /// The GPU of a new share.
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize>;
     /// A share ends.
@@ -34,7 +34,7 @@ pub trait Place {
 }
 
 /// Counts after each event, from the end of the first share on.
-pub fn place(events: &[Event], place: &mut impl Place, sum: &mut Sum) -> anyhow::Result<()> {
+pub fn place(events: &[Event], place: &mut impl Placer, sum: &mut Sum) -> anyhow::Result<()> {
     let mut alive: BTreeMap<usize, (usize, u32)> = BTreeMap::new();
     let mut counting = false;
     for event in events {

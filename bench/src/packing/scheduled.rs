@@ -15,7 +15,7 @@ use tranche_driver::slices::{self, NodeInput};
 use tranche_simulator_machine::mig::{Model, ModelName};
 
 use super::lives::Event;
-use super::place::{Place, Sum, place};
+use super::place::{Placer, Sum, place};
 
 const NODE: &str = "node-a";
 
@@ -147,7 +147,7 @@ struct FirstFit<'a, C> {
     claim: &'a C,
 }
 
-impl<C: Fn(usize, u32) -> ResourceClaim> Place for FirstFit<'_, C> {
+impl<C: Fn(usize, u32) -> ResourceClaim> Placer for FirstFit<'_, C> {
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize> {
         let claim = (self.claim)(number, size);
         let outcome = self.scheduler.allocate(&[claim], Knowledge::All)?;

@@ -33,7 +33,7 @@ use tokio::sync::broadcast;
 use tranche_api::Tier;
 
 use objects::{Planner, pending, waiting};
-use tenants::{Place, Tenant};
+use tenants::{GpuPosition, Tenant};
 
 /// The served objects. Objects that do not change are kept as JSON, because making them takes longer than reading them.
 struct Cluster {
@@ -47,7 +47,7 @@ struct Cluster {
     /// Claims that do not change, each with its namespace.
     claims: Vec<(String, String)>,
     /// The GPUs that now have a claim that comes and goes.
-    bursts: Mutex<BTreeSet<Place>>,
+    bursts: Mutex<BTreeSet<GpuPosition>>,
     events: broadcast::Sender<Bytes>,
 }
 
@@ -100,13 +100,13 @@ impl Cluster {
         cluster
     }
 
-    fn places(&self) -> impl Iterator<Item = Place> + use<> {
+    fn places(&self) -> impl Iterator<Item = GpuPosition> + use<> {
         let gpus = self.gpus;
-        (0..self.nodes).flat_map(move |node| (0..gpus).map(move |gpu| Place { node, gpu }))
+        (0..self.nodes).flat_map(move |node| (0..gpus).map(move |gpu| GpuPosition { node, gpu }))
     }
 
     /// The current tenants of a GPU.
-    fn tenants(&self, place: Place) -> Vec<Tenant> {
+    fn tenants(&self, place: GpuPosition) -> Vec<Tenant> {
         if self.bursts.lock().unwrap().contains(&place) {
             return vec![tenants::burst(place)];
         }
@@ -117,8 +117,8 @@ impl Cluster {
 /// Makes claims come and go on free GPUs, with `changes` changes a second.
 async fn come_and_go(cluster: Arc<Cluster>, changes: usize) {
     let mut ticks = tokio::time::interval(Duration::from_secs(1) / u32::try_from(changes).unwrap());
-    let is_free = |place: &Place| tenants::of(*place).is_empty();
-    let free: Vec<Place> = cluster.places().filter(is_free).collect();
+    let is_free = |place: &GpuPosition| tenants::of(*place).is_empty();
+    let free: Vec<GpuPosition> = cluster.places().filter(is_free).collect();
     for nth in 0.. {
         ticks.tick().await;
         // An odd step removes the claim of the even step before it.

@@ -8,7 +8,7 @@ use tranche_api::{GpuNode, GpuNodeSpec, SharingPolicy, Tier};
 use tranche_driver::mig::tables;
 use tranche_driver::slices::{Content, NodeInput, plan};
 
-use crate::tenants::{Part, Place, Tenant};
+use crate::tenants::{GpuPosition, Part, Tenant};
 
 pub const PRODUCT: &str = "NVIDIA H100 80GB HBM3";
 pub const DRIVER_VERSION: &str = "580.95.05";
@@ -36,16 +36,16 @@ impl Default for Planner {
 impl Planner {
     /// A node's GpuNode and its slices.
     pub fn node(&self, node: usize, gpus: usize) -> (String, Vec<String>) {
-        let places = (0..gpus).map(|gpu| Place { node, gpu });
+        let places = (0..gpus).map(|gpu| GpuPosition { node, gpu });
         let described: Vec<Gpu> = places
             .clone()
             .map(|it| serde_json::from_value(gpu(it)).unwrap())
             .collect();
-        let owned: Vec<String> = places.map(Place::uuid).collect();
+        let owned: Vec<String> = places.map(GpuPosition::uuid).collect();
         let uuids: Vec<&str> = owned.iter().map(String::as_str).collect();
         let mut inventory = Inventory::new(DRIVER_VERSION.into(), "13.0".into(), described);
         inventory.mig_geometries = vec![tables::h100(&uuids)];
-        let name = Place { node, gpu: 0 }.node_name();
+        let name = GpuPosition { node, gpu: 0 }.node_name();
         let slices = self.slices(&name, gpus, &inventory);
         let mut object = json!(GpuNode::new(&name, GpuNodeSpec {}));
         object["metadata"]["uid"] = json!(name);
@@ -91,8 +91,8 @@ pub fn pci_address(gpu: usize) -> String {
     format!("0000:{:02x}:00.0", 0x1b + gpu)
 }
 
-fn gpu(place: Place) -> Value {
-    let Place { gpu, .. } = place;
+fn gpu(place: GpuPosition) -> Value {
+    let GpuPosition { gpu, .. } = place;
     json!({
         "uuid": place.uuid(), "minor": gpu, "index": gpu, "productName": PRODUCT, "brand": "Nvidia",
         "architecture": "Hopper", "cudaComputeCapability": "9.0", "pciBusID": pci_address(gpu),

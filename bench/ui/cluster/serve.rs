@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use futures::{StreamExt, stream};
 use serde_json::json;
 
-use crate::tenants::Place;
+use crate::tenants::GpuPosition;
 use crate::{Cluster, objects, tenants, usage};
 
 /// A part of a list.
@@ -59,7 +59,7 @@ fn list(
         let wanted = all.iter().filter(|(of, _)| is_wanted(of));
         wanted.map(|(_, object)| object.clone()).collect()
     };
-    let bursts = || -> Vec<Place> {
+    let bursts = || -> Vec<GpuPosition> {
         let bursts = cluster.bursts.lock().unwrap();
         bursts
             .iter()
@@ -83,7 +83,7 @@ fn list(
             Some(page.of(&nodes, |node| usage::of_node(cluster, *node)))
         }
         "claimusages" => {
-            let places: Vec<Place> = cluster.places().collect();
+            let places: Vec<GpuPosition> = cluster.places().collect();
             let all = places.into_iter().flat_map(|it| cluster.tenants(it));
             let wanted: Vec<_> = all.filter(|it| is_wanted(it.namespace)).collect();
             Some(page.of(&wanted, |tenant| usage::of_claim(cluster, tenant)))

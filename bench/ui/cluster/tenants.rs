@@ -4,14 +4,14 @@ use tranche_api::Tier;
 
 /// A GPU by its node's number and its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct GpuPosition {
     pub node: usize,
     pub gpu: usize,
 }
 
 /// A claim with a device, and its pod, which has the same name.
 pub struct Tenant {
-    pub place: Place,
+    pub place: GpuPosition,
     pub namespace: &'static str,
     pub name: String,
     pub part: Part,
@@ -43,7 +43,7 @@ pub enum Work {
     Idles,
 }
 
-impl Place {
+impl GpuPosition {
     /// Its number in the cluster, if nodes have eight GPUs.
     pub fn nth(self) -> usize {
         self.node * 8 + self.gpu
@@ -103,7 +103,7 @@ impl Tenant {
 }
 
 /// The tenants of a GPU; empty for a free GPU.
-pub fn of(place: Place) -> Vec<Tenant> {
+pub fn of(place: GpuPosition) -> Vec<Tenant> {
     let pattern = [
         whole, shares, partitions, shares, free, servers, shares, whole, turns, partitions, shares,
     ];
@@ -111,7 +111,7 @@ pub fn of(place: Place) -> Vec<Tenant> {
 }
 
 /// The tenant that comes and goes on a free GPU.
-pub fn burst(place: Place) -> Tenant {
+pub fn burst(place: GpuPosition) -> Tenant {
     Tenant {
         name: format!("job-{}-{}", place.node, place.gpu),
         ..tenant(
@@ -124,7 +124,13 @@ pub fn burst(place: Place) -> Tenant {
     }
 }
 
-fn tenant(place: Place, namespace: &'static str, what: &str, part: Part, work: Work) -> Tenant {
+fn tenant(
+    place: GpuPosition,
+    namespace: &'static str,
+    what: &str,
+    part: Part,
+    work: Work,
+) -> Tenant {
     Tenant {
         place,
         namespace,
@@ -134,16 +140,16 @@ fn tenant(place: Place, namespace: &'static str, what: &str, part: Part, work: W
     }
 }
 
-fn free(_: Place) -> Vec<Tenant> {
+fn free(_: GpuPosition) -> Vec<Tenant> {
     Vec::new()
 }
 
-fn whole(place: Place) -> Vec<Tenant> {
+fn whole(place: GpuPosition) -> Vec<Tenant> {
     let tenant = tenant(place, "research", "pretrain", Part::Whole, Work::Trains);
     vec![tenant]
 }
 
-fn shares(place: Place) -> Vec<Tenant> {
+fn shares(place: GpuPosition) -> Vec<Tenant> {
     let share = |gib, cores| Part::Share(Tier::Capped, gib, cores);
     // People forget notebooks.
     let notebook = if place.nth().is_multiple_of(3) {
@@ -161,7 +167,7 @@ fn shares(place: Place) -> Vec<Tenant> {
     tenants
 }
 
-fn servers(place: Place) -> Vec<Tenant> {
+fn servers(place: GpuPosition) -> Vec<Tenant> {
     let share = Part::Share(Tier::Concurrent, 12, 30);
     let names = ["chat-a", "chat-b", "rerank"];
     names
@@ -169,7 +175,7 @@ fn servers(place: Place) -> Vec<Tenant> {
         .into()
 }
 
-fn partitions(place: Place) -> Vec<Tenant> {
+fn partitions(place: GpuPosition) -> Vec<Tenant> {
     let large = Part::Instance("3g.40gb", 0, 40_448);
     let small = Part::Instance("1g.10gb", 4, 9_856);
     vec![
@@ -178,7 +184,7 @@ fn partitions(place: Place) -> Vec<Tenant> {
     ]
 }
 
-fn turns(place: Place) -> Vec<Tenant> {
+fn turns(place: GpuPosition) -> Vec<Tenant> {
     vec![
         tenant(place, "demo", "workshop", Part::Turn, Work::Tries),
         tenant(place, "demo", "playground", Part::Turn, Work::Idles),

@@ -11,7 +11,7 @@ use tranche_api::usage_api::{ClaimUsage, DeviceUsage, NodeUsageObject, Partition
 
 use crate::Cluster;
 use crate::objects::{DRIVER_VERSION, MEMORY, PRODUCT, RESERVED, pci_address};
-use crate::tenants::{Part, Place, Tenant, Work};
+use crate::tenants::{GpuPosition, Part, Tenant, Work};
 
 const MIB: u64 = 1 << 20;
 /// MiB that a GPU's driver takes beside its reserve, and MiB of a share for the contexts of its processes.
@@ -32,8 +32,8 @@ struct Load {
 /// A node's object.
 pub fn of_node(cluster: &Cluster, node: usize) -> String {
     let second = cluster.began.elapsed().as_secs();
-    let name = Place { node, gpu: 0 }.node_name();
-    let gpus = (0..cluster.gpus).map(|gpu| Place { node, gpu });
+    let name = GpuPosition { node, gpu: 0 }.node_name();
+    let gpus = (0..cluster.gpus).map(|gpu| GpuPosition { node, gpu });
     let usage = NodeUsage {
         node: name.clone(),
         driver_version: Some(DRIVER_VERSION.into()),
@@ -87,7 +87,7 @@ fn now() -> u64 {
     u64::try_from(since.as_millis()).unwrap()
 }
 
-fn gpu(place: Place, tenants: &[Tenant], second: u64) -> GpuUsage {
+fn gpu(place: GpuPosition, tenants: &[Tenant], second: u64) -> GpuUsage {
     let described = GpuUsage {
         uuid: place.uuid(),
         index: u32::try_from(place.gpu).ok(),
@@ -138,7 +138,7 @@ fn gpu(place: Place, tenants: &[Tenant], second: u64) -> GpuUsage {
     }
 }
 
-fn is_lost(place: Place) -> bool {
+fn is_lost(place: GpuPosition) -> bool {
     place.nth() % OF_GPUS == LOST
 }
 

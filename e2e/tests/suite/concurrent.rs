@@ -62,7 +62,7 @@ fn two_namespaces_share_a_gpus_daemon_until_the_last_claim_ends() -> anyhow::Res
             let script = format!("{HOSTILE} exec tranche-workload --json info");
             for command in ["exec tranche-workload --json info", &script] {
                 let output = pod.stdout(&["sh", "-c", command]).await?;
-                let seen: Vec<workload::Seen> = workload::lines(&output)?;
+                let seen: Vec<workload::VisibleDevice> = workload::lines(&output)?;
                 ensure!(
                     seen.len() == 1
                         && seen[0].uuid == gpu

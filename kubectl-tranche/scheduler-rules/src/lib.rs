@@ -43,7 +43,7 @@ pub use verdict::{
     Verdict,
 };
 
-use held::Holdings;
+use held::Allocations;
 use pool::Pool;
 use search::{Search, Selections};
 
@@ -111,7 +111,7 @@ impl<'a> Cluster<'a> {
         let kept = self.claims.iter().copied().filter(|claim| {
             released.is_empty() || !released.contains(&request::name(claim).as_str())
         });
-        let held = Holdings::of(&kept.collect::<Vec<_>>())?;
+        let held = Allocations::of(&kept.collect::<Vec<_>>())?;
         let wanted = self.wanted(claims)?;
         let mut search = Search::new(node, pools, &held, self.selectors, selections, wanted)?;
         if search.run()? {
@@ -125,7 +125,7 @@ impl<'a> Cluster<'a> {
         let pools = pool::gather(self.slices, node)?;
         let selections = Selections::default();
         let verdict = self.verdict(node, &pools, &selections, claims, &[]);
-        let held = Holdings::of(self.claims)?;
+        let held = Allocations::of(self.claims)?;
         let wanted = self.wanted(claims)?;
         let mut search = Search::new(node, &pools, &held, self.selectors, &selections, wanted)?;
         let requests = report::requests(&mut search, &pools, &held);

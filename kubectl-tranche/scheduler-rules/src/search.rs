@@ -9,7 +9,7 @@ use k8s_openapi::api::resource::v1::{Device, DeviceSelector, DeviceTaint};
 use tranche_api::Quantity;
 
 use super::capacity::{self, Amounts, Shortage};
-use super::held::{Held, Holdings};
+use super::held::{Allocations, DeviceAllocations};
 use super::pool::{self, Content, Pool, PoolDevice};
 use super::problem::Problem;
 use super::request::{Ask, Claim, Number};
@@ -23,7 +23,7 @@ const MOST_STEPS: usize = 300_000;
 
 /// A device: the index of its pool, and its index in the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct Place {
+pub(super) struct DevicePosition {
     pub pool: usize,
     pub device: usize,
 }
@@ -31,7 +31,7 @@ pub(super) struct Place {
 /// A device that is being allocated.
 #[derive(Clone, Debug)]
 pub(super) struct Chosen<'a> {
-    pub place: Place,
+    pub place: DevicePosition,
     pub request: usize,
     pub alternative: usize,
     /// What a share takes; `None` for a whole device.
@@ -101,7 +101,7 @@ struct Sharing<'a> {
 /// What one allocation changed.
 struct Undo<'a> {
     at: At,
-    place: Place,
+    place: DevicePosition,
     counters: bool,
     constraints: usize,
     marked: bool,
@@ -111,7 +111,7 @@ struct Undo<'a> {
 
 /// The results of selectors, by claim, request, alternative and device. They do not depend on what is allocated.
 pub(super) type Selections<'a> =
-    RefCell<HashMap<(usize, usize, usize, Place), Option<Blocked<'a>>>>;
+    RefCell<HashMap<(usize, usize, usize, DevicePosition), Option<Blocked<'a>>>>;
 
 type Counter<'a> = (usize, &'a str, &'a str);
 
@@ -119,7 +119,7 @@ type Counter<'a> = (usize, &'a str, &'a str);
 pub(super) struct Search<'a, 'b> {
     node: &'b Node,
     pools: &'b [Pool<'a>],
-    held: &'b Holdings<'a>,
+    held: &'b Allocations<'a>,
     selectors: &'b Selectors,
     /// Counters that were left before this search.
     free: Vec<BTreeMap<(&'a str, &'a str), Quantity>>,
@@ -127,11 +127,11 @@ pub(super) struct Search<'a, 'b> {
     subjects: Vec<Vec<OnceCell<Subject>>>,
     selections: &'b Selections<'a>,
     /// The devices of each claim, request and alternative with `All`.
-    all: HashMap<(usize, usize, usize), Vec<Place>>,
+    all: HashMap<(usize, usize, usize), Vec<DevicePosition>>,
     pub claims: Vec<Claim<'a>>,
     pub chosen: Vec<Vec<Chosen<'a>>>,
-    marked: HashMap<Place, Vec<usize>>,
-    sharing: HashMap<Place, Sharing<'a>>,
+    marked: HashMap<DevicePosition, Vec<usize>>,
+    sharing: HashMap<DevicePosition, Sharing<'a>>,
     counters: HashMap<Counter<'a>, Quantity>,
     steps: usize,
 }
@@ -140,7 +140,7 @@ impl<'a, 'b> Search<'a, 'b> {
     pub fn new(
         node: &'b Node,
         pools: &'b [Pool<'a>],
-        held: &'b Holdings<'a>,
+        held: &'b Allocations<'a>,
         selectors: &'b Selectors,
         selections: &'b Selections<'a>,
         claims: Vec<Claim<'a>>,
@@ -179,7 +179,7 @@ impl<'a, 'b> Search<'a, 'b> {
     /// Whether there are devices for all claims; if so, they are in `chosen`.
     pub fn run(&mut self) -> Result<bool, Problem> {
         self.prepare()?;
-        match self.one(At::default(), false, Place { pool: 0, device: 0 }) {
+        match self.one(At::default(), false, DevicePosition { pool: 0, device: 0 }) {
             Ok(done) => Ok(done),
             // Every choice of alternatives has too many devices. The scheduler reports this as an error of the filter.
             Err(Stop::TooMany) => Err(Problem::stops("allocation max size exceeded")),
@@ -224,7 +224,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(())
     }
 
-    fn all_devices(&mut self, at: At) -> Result<Vec<Place>, Problem> {
+    fn all_devices(&mut self, at: At) -> Result<Vec<DevicePosition>, Problem> {
         let mut all = Vec::new();
         for pool in 0..self.pools.len() {
             let Pool {
@@ -246,7 +246,7 @@ impl<'a, 'b> Search<'a, 'b> {
                 return Err(Problem::Stops(message));
             }
             for device in 0..self.devices[pool].len() {
-                let place = Place { pool, device };
+                let place = DevicePosition { pool, device };
                 if self.selection(at, place)?.is_some() {
                     continue;
                 }
@@ -264,31 +264,32 @@ impl<'a, 'b> Search<'a, 'b> {
         &self.claims[at.claim].requests[at.request].asks[at.alternative]
     }
 
-    pub fn device(&self, place: Place) -> &'a Device {
+    pub fn device(&self, place: DevicePosition) -> &'a Device {
         self.devices[place.pool][place.device].device
     }
 
     /// The devices that may be allocated.
-    pub fn places(&self) -> impl Iterator<Item = Place> + use<> {
+    pub fn places(&self) -> impl Iterator<Item = DevicePosition> + use<> {
         let counts: Vec<usize> = self.devices.iter().map(|it| it.len()).collect();
         let pools = counts.into_iter().enumerate();
-        pools.flat_map(|(pool, count)| (0..count).map(move |device| Place { pool, device }))
+        pools
+            .flat_map(|(pool, count)| (0..count).map(move |device| DevicePosition { pool, device }))
     }
 
-    fn held(&self, place: Place) -> Option<&'b Held<'a>> {
+    fn held(&self, place: DevicePosition) -> Option<&'b DeviceAllocations<'a>> {
         let pool = &self.pools[place.pool];
         let device = self.device(place);
         self.held.of_device((pool.driver, pool.name, &device.name))
     }
 
     /// `allocateOne`.
-    fn one(&mut self, at: At, in_alternative: bool, start: Place) -> Result<bool, Stop> {
+    fn one(&mut self, at: At, in_alternative: bool, start: DevicePosition) -> Result<bool, Stop> {
         self.steps += 1;
         if self.steps > MOST_STEPS {
             let message = format!("there are more than {MOST_STEPS} combinations of devices");
             return Err(Problem::Unjudged(message).into());
         }
-        let first = Place { pool: 0, device: 0 };
+        let first = DevicePosition { pool: 0, device: 0 };
         let Some(claim) = self.claims.get(at.claim) else {
             return Ok(true);
         };
@@ -354,14 +355,14 @@ impl<'a, 'b> Search<'a, 'b> {
         for pool in start.pool..self.pools.len() {
             let begin = if pool == start.pool { start.device } else { 0 };
             for device in begin..self.devices[pool].len() {
-                let place = Place { pool, device };
+                let place = DevicePosition { pool, device };
                 if self.unsuitable(at, place)?.is_some() {
                     continue;
                 }
                 let Ok(undo) = self.allocate(at, place, false)? else {
                     continue;
                 };
-                let after = Place {
+                let after = DevicePosition {
                     pool,
                     device: device + 1,
                 };
@@ -377,13 +378,17 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(false)
     }
 
-    fn all_of(&self, at: At) -> &[Place] {
+    fn all_of(&self, at: At) -> &[DevicePosition] {
         let key = (at.claim, at.request, at.alternative);
         self.all.get(&key).map(Vec::as_slice).unwrap_or_default()
     }
 
     /// Why a request cannot get a device, by the device itself and by what was chosen before: the checks of the search's loop.
-    fn unsuitable(&mut self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn unsuitable(
+        &mut self,
+        at: At,
+        place: DevicePosition,
+    ) -> Result<Option<Blocked<'a>>, Problem> {
         let admin = self.ask(at).admin;
         let mine = |claims: &Vec<usize>| claims.contains(&at.claim);
         if admin && self.marked.get(&place).is_some_and(mine) || !admin && self.in_use(place) {
@@ -396,7 +401,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(taken.err().map(Blocked::Capacity))
     }
 
-    fn in_use(&self, place: Place) -> bool {
+    fn in_use(&self, place: DevicePosition) -> bool {
         self.held(place).is_some_and(|held| !held.whole.is_empty())
             || self
                 .marked
@@ -405,7 +410,7 @@ impl<'a, 'b> Search<'a, 'b> {
     }
 
     /// `isSelectable`.
-    fn selection(&self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn selection(&self, at: At, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
         let key = (at.claim, at.request, at.alternative, place);
         if let Some(known) = self.selections.borrow().get(&key) {
             return Ok(*known);
@@ -415,7 +420,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(blocked)
     }
 
-    fn select(&self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn select(&self, at: At, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
         let ask = self.ask(at);
         let class = ask.class.spec.as_ref();
         let selectors: &'a [DeviceSelector] = class
@@ -465,7 +470,11 @@ impl<'a, 'b> Search<'a, 'b> {
     }
 
     /// What the request takes of the device's capacities.
-    fn take(&self, at: At, place: Place) -> Result<Result<Amounts<'a>, Shortage<'a>>, Problem> {
+    fn take(
+        &self,
+        at: At,
+        place: DevicePosition,
+    ) -> Result<Result<Amounts<'a>, Shortage<'a>>, Problem> {
         let held = self.held(place);
         let sharing = self.sharing.get(&place);
         let used = |name: &str| {
@@ -481,7 +490,7 @@ impl<'a, 'b> Search<'a, 'b> {
     fn allocate(
         &mut self,
         at: At,
-        place: Place,
+        place: DevicePosition,
         must: bool,
     ) -> Result<Result<Undo<'a>, Blocked<'a>>, Problem> {
         let device = self.device(place);
@@ -597,7 +606,7 @@ impl<'a, 'b> Search<'a, 'b> {
     }
 
     /// `checkAvailableCounters`: none of the pool's counters may be overdrawn, not even one that the device does not take.
-    fn take_counters(&mut self, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn take_counters(&mut self, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
         self.add_counters(place, false)?;
         let mut blocked = None;
         for ((set, counter), free) in &self.free[place.pool] {
@@ -625,7 +634,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(blocked)
     }
 
-    fn add_counters(&mut self, place: Place, back: bool) -> Result<(), Problem> {
+    fn add_counters(&mut self, place: DevicePosition, back: bool) -> Result<(), Problem> {
         let device = self.device(place);
         for consumption in device.consumes_counters.iter().flatten() {
             for (name, counter) in &consumption.counters {
@@ -649,7 +658,7 @@ impl<'a, 'b> Search<'a, 'b> {
         claim: usize,
         request: usize,
         alternative: usize,
-        place: Place,
+        place: DevicePosition,
     ) -> Result<Option<Blocked<'a>>, Problem> {
         let at = At {
             claim,
@@ -681,7 +690,7 @@ pub(super) fn consumption(device: &Device, set: &str, counter: &str) -> Result<Q
 /// The counters of a pool minus what allocated devices take; below zero if they take too much.
 fn free_counters<'a>(
     pool: &Pool<'a>,
-    held: &Holdings<'a>,
+    held: &Allocations<'a>,
 ) -> Result<BTreeMap<(&'a str, &'a str), Quantity>, Problem> {
     let mut free = BTreeMap::new();
     let Content::Ready(ready) = &pool.content else {
@@ -695,7 +704,7 @@ fn free_counters<'a>(
     let devices = ready.devices.iter().map(|it| it.device);
     for device in devices.chain(ready.elsewhere.iter().copied()) {
         let held = held.of_device((pool.driver, pool.name, &device.name));
-        if !held.is_some_and(Held::any) {
+        if !held.is_some_and(DeviceAllocations::any) {
             continue;
         }
         for consumption in device.consumes_counters.iter().flatten() {

@@ -2,7 +2,7 @@
 
 use crate::snapshot::{Cause, Resource, Scope};
 use crate::testing::{World, share};
-use crate::usage::{Known, Usage};
+use crate::usage::{Usage, UsageResult};
 
 const ALL: [Resource; 8] = [
     Resource::GpuNodes,
@@ -188,7 +188,7 @@ fn serving(served: &[&str], refused: &[(&str, u16)]) -> World {
     world
 }
 
-async fn usage(world: &World, scope: Scope) -> Known {
+async fn usage(world: &World, scope: Scope) -> UsageResult {
     Box::pin(world.cluster().usage(&scope)).await
 }
 

@@ -12,7 +12,7 @@ use super::Cluster;
 use super::read::each_as;
 use crate::snapshot::{Cause, Gap, Resource, Scope};
 use crate::usage::reading::{ClaimReading, NodeReading};
-use crate::usage::{Known, Usage};
+use crate::usage::{Usage, UsageResult};
 
 /// The longest that a result waits for the use: the server waits 2 s for a dead node, and asks 64 nodes at a time.
 const DEADLINE: Duration = Duration::from_secs(15);
@@ -23,7 +23,7 @@ const READER: &str = "tranche-usage-reader";
 
 impl Cluster {
     /// The use of all GPUs for all namespaces, or of its claims for one namespace.
-    pub async fn usage(&self, scope: &Scope) -> Known {
+    pub async fn usage(&self, scope: &Scope) -> UsageResult {
         let read = tokio::time::timeout(DEADLINE, self.read_usage(scope)).await;
         read.unwrap_or_else(|_| {
             Err(format!(
@@ -33,7 +33,7 @@ impl Cluster {
         })
     }
 
-    async fn read_usage(&self, scope: &Scope) -> Known {
+    async fn read_usage(&self, scope: &Scope) -> UsageResult {
         if let Scope::Namespace(namespace) = scope {
             let of_claims = self.usage_of_claims(Some(namespace)).await;
             return of_claims.map_err(|gap| unknown(&gap));
@@ -50,7 +50,7 @@ impl Cluster {
     }
 
     /// The use for a caller who may not see nodes.
-    async fn what_may_be_seen(&self, forbidden: &Gap) -> Known {
+    async fn what_may_be_seen(&self, forbidden: &Gap) -> UsageResult {
         let (whose, of_claims) = match self.usage_of_claims(None).await {
             Ok(all) => ("all claims".to_owned(), Ok(all)),
             Err(_) => (

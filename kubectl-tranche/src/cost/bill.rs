@@ -7,7 +7,7 @@ use tranche_driver::stranded::Shares;
 use super::prices::Prices;
 use super::split::{Basis, split};
 use super::{Dollars, Total};
-use crate::model::{Gpu, Held, Model, Room, SharesRoom, SlicesRoom, Tenant};
+use crate::model::{AllocatedDevice, Gpu, Model, Room, SharesRoom, SlicesRoom, Tenant};
 use crate::money::Money;
 
 /// What one tenant pays for one device.
@@ -93,7 +93,7 @@ impl<'a> Bill<'a> {
             cores: count.into(),
             ..Shares::default()
         };
-        let held: Vec<(&Held, Vec<&Tenant>)> = gpu
+        let held: Vec<(&AllocatedDevice, Vec<&Tenant>)> = gpu
             .held
             .iter()
             .map(|held| (held, held.holders().collect()))

@@ -96,7 +96,7 @@ async fn a_waiting_pod_learns_what_gpus_lack_and_whose_release_helps() {
     let taint = json!([{"key": "repair", "value": "now", "effect": "NoSchedule"}]);
     nodes(&mut world, &BTreeMap::from([("node-b", taint)]));
     let explanation = explained(&mut world, "large").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Waits);
+    assert_eq!(explanation.verdict, Conclusion::Waits);
     let text = shown(&explanation);
     for part in [
         "pod team-a/large waits\n",
@@ -125,7 +125,7 @@ async fn a_pod_with_an_extended_resource_is_explained_by_its_class() {
     pod(&mut world, "team-a/two", &[], &asks("2"));
     pod(&mut world, "team-a/none", &[], &asks("0"));
     let explanation = explained(&mut world, "two").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Waits);
+    assert_eq!(explanation.verdict, Conclusion::Waits);
     let text = shown(&explanation);
     for part in [
         "pod team-a/two waits\n",
@@ -135,7 +135,7 @@ async fn a_pod_with_an_extended_resource_is_explained_by_its_class() {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
     let explanation = explained(&mut world, "none").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Fits);
+    assert_eq!(explanation.verdict, Conclusion::Fits);
 }
 
 #[tokio::test]
@@ -176,7 +176,7 @@ async fn a_pod_that_fits_and_one_that_runs_are_told_what_they_get() {
         .retain(|claim| claim.metadata.name.as_deref() != Some("training"));
     waiting(&mut world);
     let explanation = explained(&mut world, "pod/large").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Fits);
+    assert_eq!(explanation.verdict, Conclusion::Fits);
     let text = shown(&explanation);
     assert!(
         text.contains("node node-a: has room: 40Gi of gpu-a0000000-capped"),
@@ -191,7 +191,7 @@ async fn a_pod_that_fits_and_one_that_runs_are_told_what_they_get() {
         &json!({"nodeName": "node-a"}),
     );
     let explanation = explained(&mut world, "notebook").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Allocated);
+    assert_eq!(explanation.verdict, Conclusion::Allocated);
     let text = shown(&explanation);
     let gpu = uuid('a', 0);
     for part in [
@@ -279,7 +279,7 @@ async fn what_may_not_be_read_makes_the_verdict_partial() {
     // The slices name the nodes.
     assert_eq!(explanation.nodes.len(), 2);
     // Without the claims of others the GPU looks free enough.
-    assert_eq!(explanation.verdict, Answer::Fits);
+    assert_eq!(explanation.verdict, Conclusion::Fits);
     let error = explained(&mut world, "lrge").await.unwrap_err();
     let expected = "there is no pod or claim lrge in namespace team-a; there is large: check the name and --namespace";
     assert_eq!(error, expected);

@@ -7,7 +7,7 @@ use tranche_api::names::{DRIVER, OVERSUBSCRIBED};
 use tranche_driver::claim::DeviceName;
 use tranche_scheduler_rules::{DeviceReport, Granted, Holder, Obstacle, RequestReport};
 
-use super::{Answer, Explanation, Has, NodeExplanation, WouldFit};
+use super::{Conclusion, Explanation, Has, NodeExplanation, WouldFit};
 use crate::output::{Block, Tone, View, bytes};
 
 /// The most nodes that are shown.
@@ -39,7 +39,7 @@ impl View for Explanation {
         }
         if let Some(would) = &self.would_fit_after {
             blocks.push(Block::Line(Tone::Heading, would.line()));
-        } else if self.verdict == Answer::Waits && self.obstacles.is_empty() {
+        } else if self.verdict == Conclusion::Waits && self.obstacles.is_empty() {
             let text = "no release of claims was found that makes it fit";
             blocks.push(Block::Line(Tone::Heading, format!("  {text}")));
         }
@@ -54,9 +54,9 @@ impl View for Explanation {
 impl Explanation {
     fn tone(&self) -> Tone {
         match self.verdict {
-            Answer::Allocated | Answer::Fits => Tone::Good,
-            Answer::Waits | Answer::Unjudged => Tone::Warning,
-            Answer::Fails => Tone::Bad,
+            Conclusion::Allocated | Conclusion::Fits => Tone::Good,
+            Conclusion::Waits | Conclusion::Unjudged => Tone::Warning,
+            Conclusion::Fails => Tone::Bad,
         }
     }
 
@@ -68,12 +68,12 @@ impl Explanation {
             ..
         } = self;
         let verdict = match self.verdict {
-            Answer::Allocated if self.has.is_empty() => "waits for no GPU",
-            Answer::Allocated => "has its devices",
-            Answer::Fits => "fits: the scheduler should place it now",
-            Answer::Waits => "waits",
-            Answer::Fails => "waits: the scheduler stops with an error",
-            Answer::Unjudged => "waits, and why cannot be said for certain",
+            Conclusion::Allocated if self.has.is_empty() => "waits for no GPU",
+            Conclusion::Allocated => "has its devices",
+            Conclusion::Fits => "fits: the scheduler should place it now",
+            Conclusion::Waits => "waits",
+            Conclusion::Fails => "waits: the scheduler stops with an error",
+            Conclusion::Unjudged => "waits, and why cannot be said for certain",
         };
         let partial = if self.is_partial {
             " (partial: not everything could be read)"

@@ -11,7 +11,7 @@ use tranche_driver::gpu_state::Place;
 use super::claims::{Claim, ClaimDevice};
 use super::devices::{Devices, amount, number, string};
 use super::room::{Room, SharesRoom, SlicesRoom};
-use super::{Gpu, Held, Node, Tenant};
+use super::{AllocatedDevice, Gpu, Node, Tenant};
 use crate::snapshot::Snapshot;
 use crate::usage::{NodeGpu, Usage};
 
@@ -166,7 +166,7 @@ impl Context<'_> {
         }
     }
 
-    fn held(&self, uuid: &str) -> Vec<Held> {
+    fn held(&self, uuid: &str) -> Vec<AllocatedDevice> {
         let of_gpu = self.held.get(uuid).into_iter().flatten();
         let held = of_gpu.filter_map(|(name, holders)| {
             let parsed: DeviceName = name.parse().ok()?;
@@ -178,7 +178,7 @@ impl Context<'_> {
                 .map(|(_, device)| *device)
                 .filter(|device| !device.is_admin);
             let place = parsed.place();
-            Some(Held {
+            Some(AllocatedDevice {
                 device: (*name).to_owned(),
                 tier: parsed.tier(),
                 profile: place.map(|place| place.profile.to_string()),
@@ -213,7 +213,12 @@ impl Context<'_> {
         tenant
     }
 
-    fn room(&self, uuid: &str, described: Option<(&Inventory, &Described)>, held: &[Held]) -> Room {
+    fn room(
+        &self,
+        uuid: &str,
+        described: Option<(&Inventory, &Described)>,
+        held: &[AllocatedDevice],
+    ) -> Room {
         let offered = self.devices.of_gpu(uuid);
         let Some(first) = held.iter().find(|it| is_held(it)) else {
             return if offered.is_empty() {
@@ -240,7 +245,7 @@ impl Context<'_> {
     }
 
     /// A timeshared device has places without sizes.
-    fn places(&self, held: &Held) -> Room {
+    fn places(&self, held: &AllocatedDevice) -> Room {
         let node = held.holders().next().map(|it| it.device.node.as_str());
         let pool = pool(node.unwrap_or_default());
         let device = self.devices.get(&pool, &held.device);
@@ -254,12 +259,12 @@ impl Context<'_> {
     }
 }
 
-fn is_held(held: &Held) -> bool {
+fn is_held(held: &AllocatedDevice) -> bool {
     held.holders().next().is_some()
 }
 
 /// The tier that the GPU serves: `partition` also where claims share a partition.
-fn tier(held: &[Held]) -> Option<Tier> {
+fn tier(held: &[AllocatedDevice]) -> Option<Tier> {
     let mut held = held.iter().filter(|it| is_held(it));
     let name: DeviceName = held.next()?.device.parse().ok()?;
     Some(name.gpu_tier())

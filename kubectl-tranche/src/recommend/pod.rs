@@ -8,7 +8,7 @@ use crate::snapshot::Snapshot;
 
 /// What is known of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Known {
+pub struct PodAnswers {
     /// The questions that it answers.
     pub answers: Answers,
     pub size: Size,
@@ -22,7 +22,7 @@ pub fn of_pod(
     snapshot: &Snapshot,
     namespace: &str,
     pod: &str,
-) -> Result<Known, AnswerError> {
+) -> Result<PodAnswers, AnswerError> {
     let mut held = model
         .gpus()
         .flat_map(|(_, gpu)| gpu.tenants().map(move |tenant| (gpu, tenant)));
@@ -48,7 +48,7 @@ pub fn of_pod(
         .device
         .cores
         .and_then(|cores| u8::try_from(cores).ok());
-    Ok(Known {
+    Ok(PodAnswers {
         answers,
         size: Size { memory, cores },
         hint: right_size(tenant).map(|it| {

@@ -6,7 +6,7 @@ use crate::usage::{PartUsed, Usage};
 
 use super::*;
 
-fn shown(kind: TopKind, usage: &crate::usage::Known) -> Vec<Vec<String>> {
+fn shown(kind: TopKind, usage: &crate::usage::UsageResult) -> Vec<Vec<String>> {
     let model = Model::new(&busy().snapshot(), usage);
     let text = text(&answer(&model, kind, &Scope::All), Format::Table).unwrap();
     let text = anstream::adapter::strip_str(&text).to_string();
@@ -133,7 +133,7 @@ fn pods_of_one_claim_have_their_own_use() {
         ..Usage::default()
     };
     let model = Model::new(&world.snapshot(), &Ok(usage));
-    let Answer::Pods { pods } = answer(&model, TopKind::Pods, &Scope::All) else {
+    let TopReport::Pods { pods } = answer(&model, TopKind::Pods, &Scope::All) else {
         panic!("no pods")
     };
     let rows: Vec<_> = pods

@@ -10,7 +10,7 @@ use super::history::{History, Read};
 use super::records::Records;
 use super::store::{Change, Store};
 use super::view::Page;
-use crate::usage::{Known, Usage};
+use crate::usage::{Usage, UsageResult};
 
 /// How long changes are collected before they are published: a pod's start is several writes.
 const TOGETHER: Duration = Duration::from_millis(50);
@@ -28,7 +28,7 @@ pub struct Published {
 struct Live {
     store: Store,
     page: Page,
-    usage: Known,
+    usage: UsageResult,
     history: History,
     began: Instant,
     /// The readings of the use since the last publication.
@@ -39,7 +39,7 @@ struct Live {
 /// Publishes until the watches end. An error would be a bug.
 pub(super) async fn keep(
     mut changes: mpsc::Receiver<Change>,
-    mut readings: mpsc::Receiver<Known>,
+    mut readings: mpsc::Receiver<UsageResult>,
     publisher: watch::Sender<Published>,
 ) -> Result<(), super::records::RecordError> {
     let mut live = Live {
@@ -76,7 +76,7 @@ pub(super) async fn keep(
 }
 
 impl Live {
-    fn used(&mut self, usage: Known) {
+    fn used(&mut self, usage: UsageResult) {
         let read = match &usage {
             Ok(usage) => {
                 let minute = self.began.elapsed().as_secs() / 60;

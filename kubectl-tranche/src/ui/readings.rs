@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use crate::cluster::Cluster;
 use crate::snapshot::Scope;
-use crate::usage::Known;
+use crate::usage::UsageResult;
 
 /// Time between two readings.
 const EVERY: Duration = Duration::from_secs(5);
@@ -15,7 +15,7 @@ const EVERY: Duration = Duration::from_secs(5);
 const PAUSE: u32 = 4;
 
 /// Reads until the receiver is dropped.
-pub(super) async fn follow(cluster: Cluster, readings: Sender<Known>) {
+pub(super) async fn follow(cluster: Cluster, readings: Sender<UsageResult>) {
     loop {
         let began = Instant::now();
         let usage = Box::pin(cluster.usage(&Scope::All)).await;

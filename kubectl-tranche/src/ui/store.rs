@@ -64,7 +64,7 @@ struct Packed {
 
 /// The objects of a resource, by namespace and name.
 #[derive(Debug, Default)]
-struct Kept {
+struct ResourceObjects {
     objects: BTreeMap<String, Packed>,
     /// The keys of the objects of each node.
     by_node: BTreeMap<String, BTreeSet<String>>,
@@ -87,7 +87,7 @@ pub struct Dirty {
 /// All objects.
 #[derive(Debug, Default)]
 pub struct Store {
-    kept: BTreeMap<Resource, Kept>,
+    kept: BTreeMap<Resource, ResourceObjects>,
     prices: Option<BTreeMap<String, String>>,
     gaps: BTreeMap<Resource, Gap>,
     complete: BTreeMap<Resource, Scope>,

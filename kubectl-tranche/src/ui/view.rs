@@ -27,7 +27,7 @@ use super::store::{Dirty, Store};
 use crate::cost::Prices;
 use crate::model::Model;
 use crate::snapshot::Snapshot;
-use crate::usage::{self, Known};
+use crate::usage::{self, UsageResult};
 
 use gpu::{GpuSums, GpuView, NodeView};
 use summary::{NodeSums, Summary};
@@ -65,7 +65,7 @@ impl Page {
         &mut self,
         store: &Store,
         dirty: &Dirty,
-        usage: &Known,
+        usage: &UsageResult,
         history: &History,
     ) -> Result<(), RecordError> {
         let common = store.common();
@@ -94,7 +94,12 @@ impl Page {
     }
 
     /// The current use has a record of its own: it changes with each reading, and the last hour is much longer.
-    fn used(&mut self, dirty: &Dirty, usage: &Known, history: &History) -> Result<(), RecordError> {
+    fn used(
+        &mut self,
+        dirty: &Dirty,
+        usage: &UsageResult,
+        history: &History,
+    ) -> Result<(), RecordError> {
         let nodes = &self.nodes;
         self.records
             .retain("use/", |name| usage.is_ok() && nodes.contains_key(name));
@@ -161,7 +166,7 @@ impl Page {
 
 fn notes(
     common: &Snapshot,
-    usage: &Known,
+    usage: &UsageResult,
     price_errors: impl Iterator<Item = String>,
 ) -> Vec<Note> {
     let obstacle = common.obstacle();

@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use kube::Api;
 use kube::api::{DeleteParams, PostParams};
 use kubectl_tranche::cluster::Cluster;
-use kubectl_tranche::explain::{self, Answer, Explanation};
+use kubectl_tranche::explain::{self, Conclusion, Explanation};
 use kubectl_tranche::model::Model;
 use kubectl_tranche::output::{self, Format};
 use serde_json::{Value, json};
@@ -285,9 +285,9 @@ async fn it_agrees(
         if number % 20 == 0 {
             let after = explain(case, &namespace, &name).await?;
             let expected = if decided {
-                Answer::Allocated
+                Conclusion::Allocated
             } else {
-                Answer::Waits
+                Conclusion::Waits
             };
             let agrees = after.verdict == expected;
             ensure!(agrees, "{state}: {}", shown(&after)?);
@@ -320,7 +320,7 @@ fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
             .await?;
         waiting.has_no_room().await?;
         let explanation = explain(case, &namespace, "waiting").await?;
-        ensure!(explanation.verdict == Answer::Waits, "{explanation:?}");
+        ensure!(explanation.verdict == Conclusion::Waits, "{explanation:?}");
         let text = shown(&explanation)?;
         let gpu = |uuid: &str| format!("gpu-{}", &uuid["GPU-".len()..][..8]);
         let claim = async |pod: &str| {
@@ -399,7 +399,7 @@ fn a_waiting_pod_with_a_resource_is_counted_and_explained() -> anyhow::Result<()
         let greedy = asking("greedy", count + 1).await?;
         greedy.unschedulable().await?;
         let explanation = explain(case, &namespace, "greedy").await?;
-        ensure!(explanation.verdict == Answer::Waits, "{explanation:?}");
+        ensure!(explanation.verdict == Conclusion::Waits, "{explanation:?}");
         let text = shown(&explanation)?;
         for part in [&class, &resource] {
             ensure!(text.contains(part), "{part} is not in\n{text}");

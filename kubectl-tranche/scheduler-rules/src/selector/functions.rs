@@ -228,7 +228,7 @@ fn without_zeros(part: &str) -> String {
     }
 }
 
-type Answer<'b, 'v> = Result<CowVal<'b, 'v>>;
+type CelResult<'b, 'v> = Result<CowVal<'b, 'v>>;
 
 fn list<'a, 'b, 'v>(arguments: &'a [CowVal<'b, 'v>]) -> Result<&'a [Box<dyn Val + 'v>]> {
     let list = arguments
@@ -243,7 +243,7 @@ fn order(a: &dyn Val, b: &dyn Val) -> Result<Ordering> {
     a.as_comparer().ok_or_else(unknown)?.compare(b)
 }
 
-fn sum<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn sum<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     let unknown = || ExecutionError::function_error(UNJUDGED, "the sum of such a list");
     let (first, rest) = list(&arguments)?.split_first().ok_or_else(unknown)?;
     let mut sum = first.clone();
@@ -254,15 +254,19 @@ fn sum<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
     Ok(CowVal::Owned(sum))
 }
 
-fn min<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn min<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     extreme("min", Ordering::Less, list(&arguments)?)
 }
 
-fn max<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn max<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     extreme("max", Ordering::Greater, list(&arguments)?)
 }
 
-fn extreme<'b, 'v>(function: &str, wanted: Ordering, list: &[Box<dyn Val + 'v>]) -> Answer<'b, 'v> {
+fn extreme<'b, 'v>(
+    function: &str,
+    wanted: Ordering,
+    list: &[Box<dyn Val + 'v>],
+) -> CelResult<'b, 'v> {
     let empty = || ExecutionError::function_error(function, "the list is empty");
     let (mut found, rest) = list.split_first().ok_or_else(empty)?;
     for value in rest {
@@ -273,7 +277,7 @@ fn extreme<'b, 'v>(function: &str, wanted: Ordering, list: &[Box<dyn Val + 'v>])
     Ok(CowVal::Owned(found.clone()))
 }
 
-fn is_sorted<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn is_sorted<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     let mut sorted = true;
     for pair in list(&arguments)?.windows(2) {
         sorted &= order(&*pair[0], &*pair[1])?.is_le();
@@ -287,12 +291,12 @@ fn position(arguments: &[CowVal<'_, '_>]) -> Result<Option<usize>> {
     Ok(values.position(|own| own.equals(wanted.as_ref())))
 }
 
-fn index_of<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn index_of<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     let position = position(&arguments)?.and_then(|it| i64::try_from(it).ok());
     Ok(CowVal::owned(CelInt::from(position.unwrap_or(-1))))
 }
 
-fn includes<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn includes<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     Ok(CowVal::owned(CelBool::from(
         position(&arguments)?.is_some(),
     )))

@@ -77,10 +77,10 @@ fn any_pool(driver: &'static str, pool: &'static str) -> impl Strategy<Value = V
                 });
                 let mut spec = json!({"devices": devices.collect::<Vec<_>>()});
                 match place {
-                    Place::Node(name) => spec["nodeName"] = json!(name),
-                    Place::All => spec["allNodes"] = json!(true),
-                    Place::Zone(zone) => spec["nodeSelector"] = selector(zone),
-                    Place::ByDevice => spec["perDeviceNodeSelection"] = json!(true),
+                    NodeChoice::Node(name) => spec["nodeName"] = json!(name),
+                    NodeChoice::All => spec["allNodes"] = json!(true),
+                    NodeChoice::Zone(zone) => spec["nodeSelector"] = selector(zone),
+                    NodeChoice::ByDevice => spec["perDeviceNodeSelection"] = json!(true),
                 }
                 // Names are unique in a slice.
                 let mut names = std::collections::BTreeSet::new();
@@ -115,21 +115,21 @@ fn any_pool(driver: &'static str, pool: &'static str) -> impl Strategy<Value = V
 
 /// For which nodes a slice is.
 #[derive(Clone, Copy, Debug)]
-enum Place {
+enum NodeChoice {
     Node(&'static str),
     All,
     Zone(&'static str),
     ByDevice,
 }
 
-fn any_place() -> impl Strategy<Value = Place> {
+fn any_place() -> impl Strategy<Value = NodeChoice> {
     prop_oneof![
-        10 => Just(Place::Node("node-a")),
-        1 => Just(Place::Node("node-b")),
-        2 => Just(Place::All),
-        1 => Just(Place::Zone("1")),
-        1 => Just(Place::Zone("2")),
-        2 => Just(Place::ByDevice),
+        10 => Just(NodeChoice::Node("node-a")),
+        1 => Just(NodeChoice::Node("node-b")),
+        2 => Just(NodeChoice::All),
+        1 => Just(NodeChoice::Zone("1")),
+        1 => Just(NodeChoice::Zone("2")),
+        2 => Just(NodeChoice::ByDevice),
     ]
 }
 
@@ -206,7 +206,7 @@ impl Policy {
 }
 
 impl Device {
-    fn object(&self, number: usize, place: Place, has_counters: bool) -> Value {
+    fn object(&self, number: usize, place: NodeChoice, has_counters: bool) -> Value {
         let mut attributes = serde_json::Map::new();
         let mut attribute = |name: &str, value: Option<Value>| {
             value.map(|value| attributes.insert(name.to_owned(), value));
@@ -266,7 +266,7 @@ impl Device {
             device["bindingFailureConditions"] = json!(["failed"]);
             device["bindsToNode"] = json!(true);
         }
-        if matches!(place, Place::ByDevice) {
+        if matches!(place, NodeChoice::ByDevice) {
             match number % 3 {
                 0 => device["allNodes"] = json!(true),
                 1 => device["nodeName"] = json!(if self.elsewhere { "node-b" } else { "node-a" }),

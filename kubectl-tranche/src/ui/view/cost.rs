@@ -6,7 +6,7 @@ use crate::money::Money;
 
 /// The parts of an amount that stands for a GPU. They add up to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Parts {
+pub struct AmountParts {
     /// The part of each of [`Gpu::tenants`], in their order; empty where it is not known how they divide it.
     pub tenants: Vec<Money>,
     /// The part that is free and can be allocated.
@@ -22,10 +22,10 @@ pub const GPU: Money = Money::from_micros(1_000_000);
 
 /// Divides this amount among the GPU's holders.
 #[must_use]
-pub fn parts(gpu: &Gpu, amount: Money) -> Parts {
+pub fn parts(gpu: &Gpu, amount: Money) -> AmountParts {
     let bill = of_gpu(gpu, amount);
     let total = bill.total;
-    Parts {
+    AmountParts {
         tenants: bill.items.iter().map(|item| item.per_hour).collect(),
         free: total.free.0,
         stranded: total.stranded.0,

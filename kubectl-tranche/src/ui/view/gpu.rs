@@ -3,10 +3,10 @@
 use serde::Serialize;
 use tranche_api::Tier;
 
-use super::cost::{self, Parts};
+use super::cost::{self, AmountParts};
 use super::used;
 use crate::cost::Prices;
-use crate::model::{Gpu, Held, Room, SharesRoom, Tenant, short};
+use crate::model::{AllocatedDevice, Gpu, Room, SharesRoom, Tenant, short};
 use crate::money::Money;
 use crate::output::bytes;
 use crate::top::size;
@@ -107,9 +107,9 @@ pub struct GpuSums {
     /// Whether the price is a default.
     pub is_default: bool,
     /// The parts of the price.
-    pub cost: Parts,
+    pub cost: AmountParts,
     /// The parts of the GPU: a GPU is a million.
-    pub parts: Parts,
+    pub parts: AmountParts,
 }
 
 impl GpuSums {
@@ -176,7 +176,7 @@ impl GpuView {
 }
 
 impl TenantView {
-    fn new(held: &Held, tenant: &Tenant, cost: Option<String>) -> Self {
+    fn new(held: &AllocatedDevice, tenant: &Tenant, cost: Option<String>) -> Self {
         let device = &tenant.device;
         Self {
             namespace: tenant.namespace.clone(),
@@ -195,7 +195,7 @@ impl TenantView {
 }
 
 /// What a claim has, in words.
-fn has(held: &Held, tenant: &Tenant) -> String {
+fn has(held: &AllocatedDevice, tenant: &Tenant) -> String {
     let device = &tenant.device;
     let sizes: Vec<String> = [
         device.memory.map(bytes),
@@ -298,19 +298,19 @@ fn bar(gpu: &Gpu) -> Vec<Segment> {
     }
 }
 
-fn count(held: &Held) -> usize {
+fn count(held: &AllocatedDevice) -> usize {
     held.holders().count()
 }
 
 /// Memory slices of a partition, at least one.
-fn slices_of(held: &Held, memory: u64, whole: u64) -> u64 {
+fn slices_of(held: &AllocatedDevice, memory: u64, whole: u64) -> u64 {
     let of_memory = u128::from(held.memory) * u128::from(whole) + u128::from(memory) / 2;
     let slices = of_memory.checked_div(memory.into()).unwrap_or_default();
     u64::try_from(slices).unwrap_or(whole).clamp(1, whole)
 }
 
 /// The tenants of a device that has `size` of the bar from `at` on.
-fn within(held: &Held, at: u64, size: u64) -> Vec<Segment> {
+fn within(held: &AllocatedDevice, at: u64, size: u64) -> Vec<Segment> {
     let Some(room) = &held.room else {
         let number = count(held).max(1) as u64;
         let sizes = (0..number).map(|_| size / number);

@@ -38,7 +38,7 @@ fn store(world: &World) -> Store {
     store
 }
 
-fn page(store: &mut Store, usage: &Known, history: &History) -> Page {
+fn page(store: &mut Store, usage: &UsageResult, history: &History) -> Page {
     let mut page = Page::default();
     let dirty = store.take_dirty();
     page.update(store, &dirty, usage, history).unwrap();
@@ -316,7 +316,7 @@ fn the_last_hour_is_sent_once_a_minute_and_stays_without_usage() {
     let mut history = History::default();
     history.add(0, &used(40 << 30));
     let mut page = page(&mut store, &Ok(used(40 << 30)), &history);
-    let mut told = |usage: Known, history: &History, read| {
+    let mut told = |usage: UsageResult, history: &History, read| {
         let dirty = Dirty {
             read,
             ..Dirty::default()
