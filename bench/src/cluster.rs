@@ -100,9 +100,9 @@ impl Cluster {
         let names: BTreeSet<_> = devices.flatten().map(|device| &*device.name).collect();
         let prefix = format!("{gpu}-mig-1g");
         // Profiles with media engines have their own names, and only one such partition fits at a time.
-        let small = |name: &&&str| name.starts_with(&prefix) && !name.contains("me-");
+        let is_small = |name: &&&str| name.starts_with(&prefix) && !name.contains("me-");
         let profile = |name: &str| name.rsplit_once('-').map(|(profile, _)| profile.to_owned());
-        let mut small = names.iter().filter(small).peekable();
+        let mut small = names.iter().filter(is_small).peekable();
         while let Some(one) = small.next() {
             if let Some(other) = small.peek()
                 && profile(one) == profile(other)

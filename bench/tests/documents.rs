@@ -52,9 +52,9 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn open(&mut self, path: &str, suite: &str) {
-        let suite = if suite == "api" { "e2e/api" } else { suite };
-        let suite = self.repository.join(suite).join("tests/suite");
-        let folders = [self.repository, self.page.parent().unwrap(), &suite];
+        let folder = if suite == "api" { "e2e/api" } else { suite };
+        let tests = self.repository.join(folder).join("tests/suite");
+        let folders = [self.repository, self.page.parent().unwrap(), &tests];
         let found = folders
             .map(|it| it.join(path))
             .into_iter()

@@ -466,9 +466,9 @@ fn a_user_without_rights_can_have_shares() {
         "{}",
         text(&ran.stderr)
     );
-    let mut probe = machine.run(&["--memory", "3Gi"]);
-    probe.arg(machine.ours("tranche-shim-probe")).arg("name");
-    let mut probe = Probe::by(&mut as_nobody(probe));
+    let mut command = machine.run(&["--memory", "3Gi"]);
+    command.arg(machine.ours("tranche-shim-probe")).arg("name");
+    let mut probe = Probe::by(&mut as_nobody(command));
     probe.must("init");
     probe.must("primary 0");
     assert_eq!(probe.ask(&format!("alloc {}", 3 * GIB + 1)).code, 2);

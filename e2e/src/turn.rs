@@ -26,8 +26,8 @@ pub struct Turn {
 impl Turn {
     /// Waits for the whole cluster.
     pub async fn on_the_cluster() -> anyhow::Result<Self> {
-        let cluster = open("cluster")?;
-        let cluster = tokio::task::spawn_blocking(|| cluster.lock().map(|()| cluster)).await??;
+        let file = open("cluster")?;
+        let cluster = tokio::task::spawn_blocking(|| file.lock().map(|()| file)).await??;
         Ok(Self {
             _cluster: cluster,
             _node: None,
@@ -36,9 +36,8 @@ impl Turn {
 
     /// Waits for one of the nodes with these names; returns its index.
     pub async fn on_one_of(nodes: &[String]) -> anyhow::Result<(Self, usize)> {
-        let cluster = open("cluster")?;
-        let cluster =
-            tokio::task::spawn_blocking(|| cluster.lock_shared().map(|()| cluster)).await??;
+        let file = open("cluster")?;
+        let cluster = tokio::task::spawn_blocking(|| file.lock_shared().map(|()| file)).await??;
         let _looking = LOOKING.lock().await;
         loop {
             for (index, name) in nodes.iter().enumerate() {

@@ -204,8 +204,8 @@ pub fn span(seconds: u64) -> String {
     } else {
         seconds / 60 * 60
     };
-    let whole = i64::try_from(whole).unwrap_or(i64::MAX);
-    format!("{:#}", jiff::SignedDuration::from_secs(whole))
+    let signed = i64::try_from(whole).unwrap_or(i64::MAX);
+    format!("{:#}", jiff::SignedDuration::from_secs(signed))
 }
 
 /// A value, or `-`.

@@ -147,12 +147,12 @@ fn layer() -> anyhow::Result<PathBuf> {
         let (upper, work) = (folder.join(name), folder.join(format!("{name}.work")));
         fs::create_dir(&upper)?;
         fs::create_dir(&work)?;
-        let options = format!(
+        let folders = format!(
             "lowerdir={over},upperdir={},workdir={}",
             upper.display(),
             work.display()
         );
-        let options = CString::new(options)?;
+        let options = CString::new(folders)?;
         mount(
             "overlay",
             over,

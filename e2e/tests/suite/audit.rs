@@ -34,10 +34,9 @@ async fn trail(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>>
 async fn lines(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
     let read =
         format!("cd {PLUGIN_DIR}/audit && cat $(ls -v -r audit.jsonl.* 2>/dev/null) audit.jsonl");
-    let lines: Vec<Value> = workload::lines(&case.node.shell(&read).await?)?;
-    let mut ours = lines;
-    ours.retain(|line| line["namespace"] == namespace.name());
-    Ok(ours)
+    let mut lines: Vec<Value> = workload::lines(&case.node.shell(&read).await?)?;
+    lines.retain(|line| line["namespace"] == namespace.name());
+    Ok(lines)
 }
 
 /// How often each grant begins and ends.

@@ -33,8 +33,8 @@ async fn restored(case: &Case, gpu: &str) -> anyhow::Result<()> {
     wait::for_answer("the GPU as it was", wait::USUAL, async || {
         let daemons = daemons(case, gpu).await?;
         let mode = compute_mode(case, gpu).await?;
-        let files = format!("ls -d /run/tranche/mps/GPU-* {PLUGIN_DIR}/gpus/* 2>/dev/null || true");
-        let files = case.node.shell(&files).await?;
+        let list = format!("ls -d /run/tranche/mps/GPU-* {PLUGIN_DIR}/gpus/* 2>/dev/null || true");
+        let files = case.node.shell(&list).await?;
         ensure!(
             daemons.is_empty() && mode == "Default" && files.is_empty(),
             "daemons {daemons:?}, compute mode {mode}, files {files:?}"

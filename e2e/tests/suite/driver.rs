@@ -207,9 +207,9 @@ fn another_driver_version_serves_the_claims_that_are_allocated() -> anyhow::Resu
         let claim = Request::capped("3Gi", "10").spec();
         namespace.claim("held", &claim).await?;
         let sources = [Source::Claim("held")];
-        let mut holder = manifest("holder", &sources, &IDLE);
-        holder["spec"]["restartPolicy"] = "Always".into();
-        let holder = namespace.pod_from(holder).await?;
+        let mut object = manifest("holder", &sources, &IDLE);
+        object["spec"]["restartPolicy"] = "Always".into();
+        let holder = namespace.pod_from(object).await?;
         holder.started().await?;
         ensure!(holder.nvidia_smi().await?[0].1 == 3 << 10, "before");
 

@@ -84,9 +84,9 @@ fn idle_pods_are_named_then_evicted_and_others_stay() -> anyhow::Result<()> {
         let worker = namespace.running("worker", &share, &WORK).await?;
         let guarded = namespace.running("guarded", &share, &HOLD).await?;
         namespace.template("kept", &share.spec()).await?;
-        let mut kept = manifest("kept", &[Source::Template("kept")], &HOLD);
-        kept["metadata"]["annotations"] = json!({IDLE_ANNOTATION: KEEP});
-        let kept = namespace.pod_from(kept).await?;
+        let mut object = manifest("kept", &[Source::Template("kept")], &HOLD);
+        object["metadata"]["annotations"] = json!({IDLE_ANNOTATION: KEEP});
+        let kept = namespace.pod_from(object).await?;
         let all = [&holder, &worker, &guarded, &kept];
         for pod in all {
             pod.started().await?;
@@ -116,9 +116,8 @@ fn idle_pods_are_named_then_evicted_and_others_stay() -> anyhow::Result<()> {
 
         let policies: Api<SharingPolicy> = Api::all(case.client.clone());
         let evict = json!({"spec": {"idle": {"action": "Evict"}}});
-        let evict = Patch::Merge(&evict);
         policies
-            .patch(&name, &PatchParams::default(), &evict)
+            .patch(&name, &PatchParams::default(), &Patch::Merge(&evict))
             .await?;
         is_gone(&namespace, &holder).await?;
         let told = holder.event("IdleEvicted").await?;

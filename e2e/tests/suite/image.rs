@@ -18,8 +18,8 @@ async fn with_own_driver(
 ) -> anyhow::Result<PodHandle> {
     let namespace = case.namespace(name).await?;
     namespace.template("gpu", &request.spec()).await?;
-    let mut pod = manifest("pod", &[Source::Template("gpu")], &IDLE);
-    let spec = &mut pod["spec"];
+    let mut object = manifest("pod", &[Source::Template("gpu")], &IDLE);
+    let spec = &mut object["spec"];
     spec["volumes"] = json!([{"name": "own", "emptyDir": {}}]);
     let container = &mut spec["containers"][0];
     container["env"] = json!([{"name": "LD_LIBRARY_PATH", "value": folder}]);
@@ -29,7 +29,7 @@ async fn with_own_driver(
     filler["volumeMounts"][0]["mountPath"] = json!("/own");
     filler["command"] = json!(["sh", "-euc", fill]);
     spec["initContainers"] = json!([filler]);
-    let pod = namespace.pod_from(pod).await?;
+    let pod = namespace.pod_from(object).await?;
     pod.started().await?;
     Ok(pod)
 }
@@ -87,12 +87,12 @@ fn an_exclusive_pod_finds_its_images_newer_libcuda_first() -> anyhow::Result<()>
     run_on_a_node(async |case: &Case| {
         let pod = with_own_driver(case, &Request::exclusive(), "whole", COMPAT, NEWER).await?;
         // Without LD_LIBRARY_PATH it is found in the loader's cache.
-        let maps = "
+        let script = "
             unset LD_LIBRARY_PATH
             tranche-workload hold --bytes 1Mi --beat 100 >/tmp/beats & pid=$!
             until grep -q beat /tmp/beats; do usleep 20000; done
             grep -o '/[^ ]*libcuda[^ ]*' /proc/$pid/maps | sort -u; kill $pid";
-        let maps = pod.stdout(&["sh", "-c", maps]).await?;
+        let maps = pod.stdout(&["sh", "-c", script]).await?;
         ensure!(
             maps.contains(&format!("{COMPAT}/libcuda.so.999.1")),
             "{maps}"

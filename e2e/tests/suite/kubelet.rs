@@ -119,9 +119,9 @@ fn claims_keep_their_gpus_when_the_order_of_gpus_changes() -> anyhow::Result<()>
         for (name, gpu) in [("one", first), ("two", second)] {
             let request = Request::exclusive().on(&gpu.uuid);
             namespace.template(name, &request.spec()).await?;
-            let mut pod = manifest(name, &[Source::Template(name)], &IDLE);
-            pod["spec"]["restartPolicy"] = "Always".into();
-            let pod = namespace.pod_from(pod).await?;
+            let mut object = manifest(name, &[Source::Template(name)], &IDLE);
+            object["spec"]["restartPolicy"] = "Always".into();
+            let pod = namespace.pod_from(object).await?;
             pod.started().await?;
             ensure!(pod.seen().await?[0].uuid == gpu.uuid, "{name}");
             pods.push((pod, gpu));

@@ -62,8 +62,8 @@ fn shares_have_more_memory_together_than_the_gpu() -> anyhow::Result<()> {
         let third = namespace.idle("third", &share(case, "40Gi", "10")).await?;
         third.has_no_room().await?;
         third.delete().await?;
-        let capped = Request::capped("1Gi", "10").on(&case.gpus[0].uuid);
-        let capped = namespace.idle("capped", &capped).await?;
+        let share = Request::capped("1Gi", "10").on(&case.gpus[0].uuid);
+        let capped = namespace.idle("capped", &share).await?;
         capped.has_no_room().await?;
         for pod in [&first, &second, &capped] {
             pod.delete().await?;

@@ -32,9 +32,9 @@ async fn with_share(
 ) -> anyhow::Result<PodHandle> {
     let namespace = case.namespace(name).await?;
     namespace.template("share", &share.spec()).await?;
-    let mut pod = manifest("pod", &[Source::Template("share")], &IDLE);
-    change(&mut pod["spec"]);
-    let pod = namespace.pod_from(pod).await?;
+    let mut object = manifest("pod", &[Source::Template("share")], &IDLE);
+    change(&mut object["spec"]);
+    let pod = namespace.pod_from(object).await?;
     pod.started().await?;
     Ok(pod)
 }

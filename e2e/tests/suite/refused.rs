@@ -62,13 +62,14 @@ async fn refuses_again(claims: &Api<ResourceClaim>) -> anyhow::Result<()> {
         ..PostParams::default()
     };
     // Steps after a test must be `Send`, and `for_answer` is not.
-    let refused = async {
+    let until_refused = async {
         while claims.create(&dry_run, &claim).await.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    let refused = pulse::within(wait::USUAL, refused).await;
-    refused.context("the admission policy has no effect")
+    pulse::within(wait::USUAL, until_refused)
+        .await
+        .context("the admission policy has no effect")
 }
 
 /// The removal of a policy takes effect after a moment.

@@ -120,9 +120,8 @@ fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Resu
             "4 MiB of the node's memory: {output}"
         );
         // In an endless loop, while other pods start, work and end.
-        let again = "cd /usr/lib/tranche/shares/*/ && while :; do head -c 4194304 /dev/zero >>account; done";
-        let again = format!("({again}) >/dev/null 2>&1 &");
-        greedy.stdout(&["sh", "-c", &again]).await?;
+        let endless = "(cd /usr/lib/tranche/shares/*/ && while :; do head -c 4194304 /dev/zero >>account; done) >/dev/null 2>&1 &";
+        greedy.stdout(&["sh", "-c", endless]).await?;
         let neighbour = namespace.started("neighbour", &share).await?;
         let filled = neighbour.fill(&[]).await?;
         ensure!(filled[0].filled == 2 << 30, "{filled:?}");

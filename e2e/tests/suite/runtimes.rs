@@ -189,9 +189,9 @@ fn a_container_that_starts_again_has_its_cap_on_every_runtime() -> anyhow::Resul
         for (node, gpus, _) in &nodes {
             let share = Request::capped("3Gi", "10").on(&gpus[0].uuid);
             namespace.template(node.name(), &share.spec()).await?;
-            let mut pod = manifest(node.name(), &[Source::Template(node.name())], &IDLE);
-            pod["spec"]["restartPolicy"] = "Always".into();
-            let pod = namespace.pod_from(pod).await?;
+            let mut object = manifest(node.name(), &[Source::Template(node.name())], &IDLE);
+            object["spec"]["restartPolicy"] = "Always".into();
+            let pod = namespace.pod_from(object).await?;
             pod.started().await?;
             for _ in 0..2 {
                 let filled = pod.fill(&[]).await?;

@@ -87,8 +87,8 @@ fn shares_of_a_partition_keep_caps_beside_another_partition() -> anyhow::Result<
         // All of its time is allocated, and no claim can get the whole partition.
         let third = namespace.idle("third", &share("1Gi", "10")).await?;
         third.has_no_room().await?;
-        let all = Request::of(Tier::Partition).that(&on("3g.40gb"));
-        let all = namespace.idle("all", &all).await?;
+        let partition = Request::of(Tier::Partition).that(&on("3g.40gb"));
+        let all = namespace.idle("all", &partition).await?;
         all.has_no_room().await?;
         first.delete().await?;
         third.started().await?;
@@ -172,8 +172,8 @@ fn concurrent_shares_of_a_partition_have_its_own_daemon() -> anyhow::Result<()> 
         let mode = case.node.shell(&query).await?;
         ensure!(mode.trim() == "Default", "{mode}");
 
-        let all = Request::of(Tier::Partition).that(&on(case, "3g.40gb"));
-        let all = namespace.idle("all", &all).await?;
+        let partition = Request::of(Tier::Partition).that(&on(case, "3g.40gb"));
+        let all = namespace.idle("all", &partition).await?;
         all.has_no_room().await?;
         let second = pods.remove(1);
         pods.remove(0).delete().await?;

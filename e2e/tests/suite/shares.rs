@@ -47,11 +47,11 @@ fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let (a, b) = tokio::try_join!(case.namespace("a"), case.namespace("b"))?;
         let first = case.gpus[0].uuid.as_str();
-        let small = Request::capped("20Gi", "25").on(first);
-        let small = a.started("small", &small).await?;
-        let large = Request::capped("40Gi", "50").on(first);
+        let request = Request::capped("20Gi", "25").on(first);
+        let small = a.started("small", &request).await?;
+        let larger = Request::capped("40Gi", "50").on(first);
         let hold = workload::hold("32Gi");
-        let large = b.running("large", &large, &hold).await?;
+        let large = b.running("large", &larger, &hold).await?;
         large.started().await?;
         sees_exactly(&small, &[(first, 20 * GI)]).await?;
         sees_exactly(&large, &[(first, 40 * GI)]).await?;
@@ -155,16 +155,16 @@ fn containers_of_a_pod_get_their_own_requests() -> anyhow::Result<()> {
             Request::capped("5Gi", "10").named("large").on(gpu),
         ];
         namespace.template("both", &spec(&requests)).await?;
-        let mut pod = manifest("both", &[Source::Template("both")], &IDLE);
-        let mut second = pod["spec"]["containers"][0].clone();
+        let mut object = manifest("both", &[Source::Template("both")], &IDLE);
+        let mut second = object["spec"]["containers"][0].clone();
         second["name"] = "second".into();
         second["resources"]["claims"][0]["request"] = "large".into();
-        pod["spec"]["containers"][0]["resources"]["claims"][0]["request"] = "small".into();
-        pod["spec"]["containers"]
+        object["spec"]["containers"][0]["resources"]["claims"][0]["request"] = "small".into();
+        object["spec"]["containers"]
             .as_array_mut()
             .context("a list")?
             .push(second);
-        let pod = namespace.pod_from(pod).await?;
+        let pod = namespace.pod_from(object).await?;
         pod.started().await?;
         for (container, size) in [("cuda", 2 * GI), ("second", 5 * GI)] {
             let container = pod.container(container);

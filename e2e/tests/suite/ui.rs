@@ -271,8 +271,8 @@ fn the_page_shows_a_share_in_two_seconds_as_the_api_server_does() -> anyhow::Res
         }
 
         // A pod that does not fit waits, with the scheduler's own words.
-        let big = Request::capped("75Gi", "90").on(uuid);
-        let big = namespace.idle("big", &big).await?;
+        let too_big = Request::capped("75Gi", "90").on(uuid);
+        let big = namespace.idle("big", &too_big).await?;
         page.has_reason(&big).await?;
         big.delete().await?;
 
@@ -332,8 +332,8 @@ fn the_page_works_by_keyboard_on_a_phone_and_in_both_themes() -> anyhow::Result<
             page.goes(key, expected).await?;
         }
         page.browser.press(Key::Enter).await?;
-        let shown = "return document.getElementById('details').innerText";
-        let shown: String = page.browser.evaluate(shown).await?;
+        let details = "return document.getElementById('details').innerText";
+        let shown: String = page.browser.evaluate(details).await?;
         ensure!(shown.contains(&tiles[0]), "{shown}");
         // Screen readers skip the bar, because words have the same facts.
         let hidden =

@@ -273,8 +273,8 @@ fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
         let map = tranche(&["map", "--ascii"]).await?.output()?;
         let shown = format!("{holder} 4Gi 25% (uses 1");
         ensure!(map.contains(&shown), "{map}");
-        let cost = ["cost", "--by", "claim", "--output", "json"];
-        let cost = tranche(&cost).await?.json()?;
+        let by_claim = ["cost", "--by", "claim", "--output", "json"];
+        let cost = tranche(&by_claim).await?.json()?;
         let mut sizes = cost["rightSizes"].as_array().context("sizes")?.iter();
         let size = sizes
             .find(|it| it["claim"] == *holder)

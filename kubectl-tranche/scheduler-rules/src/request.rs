@@ -185,8 +185,9 @@ fn ask<'a>(
         Some("All") => Number::All,
         None | Some("" | "ExactCount") => {
             let count = fields.count.filter(|count| *count != 0).unwrap_or(1);
-            let count = usize::try_from(count);
-            Number::Exactly(count.map_err(|_| Problem::stops(format!("{place}: the count")))?)
+            let number = usize::try_from(count)
+                .map_err(|_| Problem::stops(format!("{place}: the count")))?;
+            Number::Exactly(number)
         }
         Some(mode) => {
             let message = format!("{place}: unsupported count mode {mode}");

@@ -91,15 +91,15 @@ fn needs(request: &RequestReport) -> String {
         Some(count) => format!("{count} devices, each "),
         None => "all devices, each ".to_owned(),
     };
-    let amounts: Vec<String> = request
+    let asked: Vec<String> = request
         .asks
         .iter()
         .map(|(name, amount)| format!("{amount} of {name}"))
         .collect();
-    let amounts = if amounts.is_empty() {
+    let amounts = if asked.is_empty() {
         String::new()
     } else {
-        format!("{}, ", amounts.join(" and "))
+        format!("{}, ", asked.join(" and "))
     };
     format!(
         "{number}{amounts}class {} ({}, request {})",

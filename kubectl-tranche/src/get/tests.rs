@@ -94,8 +94,8 @@ fn claims_show_what_they_hold_or_want() {
 #[test]
 fn a_pods_devices_and_a_gpus_pods_are_found() {
     let here = || Scope::Namespace("team-a".into());
-    let json = shown(Kind::Pods, Some("two"), here(), Format::Json).unwrap();
-    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let text = shown(Kind::Pods, Some("two"), here(), Format::Json).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let item = &json["items"][0];
     assert_eq!(
         (&item["gpuUUID"], &item["claim"]),

@@ -113,8 +113,8 @@ fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
         }
         // And all of them at once.
         let old = case.plugin().published().await?;
-        let ours = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
-        let ours = ListParams::default().fields(&ours);
+        let fields = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
+        let ours = ListParams::default().fields(&fields);
         api.delete_collection(&DeleteParams::default(), &ours)
             .await?;
         case.plugin()

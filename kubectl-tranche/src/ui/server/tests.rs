@@ -54,8 +54,8 @@ async fn files_of_the_page_are_served_and_other_origins_are_forbidden() {
             .unwrap()
             .starts_with("default-src 'self'")
     );
-    let page = to_bytes(answer.into_body(), 1 << 20).await.unwrap();
-    let page = String::from_utf8(page.to_vec()).unwrap();
+    let body = to_bytes(answer.into_body(), 1 << 20).await.unwrap();
+    let page = String::from_utf8(body.to_vec()).unwrap();
     let scripts = [
         include_str!("../assets/app.js"),
         include_str!("../assets/map.js"),

@@ -248,14 +248,14 @@ fn shares_room(shares: &SharesRoom) -> String {
             format!("{memory} and {cores} free, stranded: no place is left")
         }
         (Some(memory), Some(cores)) => {
-            let stranded: Vec<String> = [
+            let amounts: Vec<String> = [
                 (shares.stranded_memory > 0).then(|| size(shares.stranded_memory)),
                 (shares.stranded_cores > 0).then(|| format!("{} %", shares.stranded_cores)),
             ]
             .into_iter()
             .flatten()
             .collect();
-            let stranded = match stranded.as_slice() {
+            let stranded = match amounts.as_slice() {
                 [] => String::new(),
                 amounts => format!(", {} of it stranded", amounts.join(" and ")),
             };

@@ -199,9 +199,9 @@ fn a_pod_that_waits_shows_the_schedulers_message() {
         record(&page, "pod/team-c/starts")["reason"],
         "main: no such image"
     );
-    let asks = record(&page, "pod/team-c/asks");
-    assert_eq!(asks["wants"], json!(["2 × capped"]));
-    assert_eq!(asks["reason"], "the scheduler has not looked at it yet");
+    let asking = record(&page, "pod/team-c/asks");
+    assert_eq!(asking["wants"], json!(["2 × capped"]));
+    assert_eq!(asking["reason"], "the scheduler has not looked at it yet");
 }
 
 #[test]
