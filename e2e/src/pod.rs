@@ -219,7 +219,7 @@ impl PodHandle {
         Ok(self.pods().logs(&self.name, &LogParams::default()).await?)
     }
 
-    /// The heartbeats of `tranche-workload --json hold`, of which there must be some.
+    /// Waits for heartbeats of `tranche-workload --json hold`, and returns all so far.
     pub async fn beats(&self) -> anyhow::Result<Vec<Beat>> {
         let what = format!("heartbeats of {}", self.name);
         wait::for_answer(&what, wait::USUAL, async || {

@@ -134,11 +134,11 @@ pub struct MapArgs {
 #[derive(Clone, Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct CostArgs {
-    /// What the rows are of
+    /// How the rows are grouped
     #[arg(long, value_enum, default_value = "namespace")]
     pub by: CostBy,
     #[command(subcommand)]
-    /// Something else than the bill.
+    /// A subcommand instead of the bill.
     pub command: Option<CostCommand>,
 }
 
@@ -154,7 +154,7 @@ pub enum CostBy {
     Tier,
 }
 
-/// Something else than the bill.
+/// A subcommand instead of the bill.
 #[derive(Clone, Debug, Subcommand)]
 pub enum CostCommand {
     /// Jobs on whole GPUs against the same jobs on shares; needs no cluster
@@ -177,10 +177,10 @@ pub enum CostCommand {
 /// Arguments of `recommend`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RecommendArgs {
-    /// Answers, such as size=part; on a terminal what is left open is asked
+    /// Answers, such as size=part; on a terminal the command asks the other questions
     #[arg(value_name = "QUESTION=ANSWER")]
     pub answers: Vec<String>,
-    /// A running pod of the namespace, whose claim and use are the sizes
+    /// A running pod of the namespace, whose claim and use give the sizes
     #[arg(long, value_name = "NAME")]
     pub pod: Option<String>,
     /// Memory of the claim
@@ -208,7 +208,7 @@ pub struct WatchArgs {
 /// The namespaces whose claims and pods are shown.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct ScopeArgs {
-    /// Of all namespaces
+    /// Claims and pods of all namespaces
     #[arg(long, short = 'A')]
     pub all_namespaces: bool,
 }

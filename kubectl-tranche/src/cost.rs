@@ -32,7 +32,7 @@ pub use prices::{PriceError, Prices, key};
 
 /// Hours in a month, as clouds count them.
 const MONTH: u64 = 730;
-/// A holder that ran no kernel for so many seconds is idle.
+/// Seconds without a kernel after which a holder is idle.
 const IDLE: u64 = 600;
 /// How much more than it uses a share should have, percent: a program fails at the first byte above its limit.
 const HEADROOM: u64 = 25;

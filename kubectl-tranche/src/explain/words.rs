@@ -134,7 +134,7 @@ impl NodeExplanation {
             return lines;
         }
         for request in &self.requests {
-            // The lines about the pools say why there are none.
+            // The lines about the pools say why there are no devices.
             if request.devices.is_empty() && !self.pools.is_empty() {
                 continue;
             }

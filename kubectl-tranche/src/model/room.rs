@@ -77,7 +77,7 @@ pub struct SlicesRoom {
     pub free_memory: u32,
     /// Free slices that no further partition can get.
     pub stranded_memory: u32,
-    /// The offered profiles of which one more partition fits, smallest first.
+    /// The offered profiles for which one more partition fits, smallest first.
     pub fits: Vec<String>,
 }
 
@@ -141,7 +141,7 @@ impl SlicesRoom {
     }
 }
 
-/// The offered profiles of which one more partition fits, in the order in which they are offered.
+/// The offered profiles for which one more partition fits, in the order of `offered`.
 fn fits(geometry: &Geometry, offered: &BTreeSet<Profile>, free: Slices) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     for partition in &geometry.partitions {
