@@ -290,7 +290,7 @@ impl View for CostReport {
             table.row(Tone::Plain, cells);
         }
         if table.is_empty() {
-            blocks.push(Block::plain("nobody holds a GPU that has a price"));
+            blocks.push(Block::plain("no claim has a GPU with a price"));
         } else {
             blocks.push(Block::Table(table));
         }

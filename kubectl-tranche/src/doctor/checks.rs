@@ -74,13 +74,13 @@ fn version(facts: &Facts) -> Finding {
         Some(minor) if minor < OLDEST_MINOR => finding(
             CHECK,
             Outcome::Error,
-            format!("{version} has not the dynamic resource allocation that Tranche needs"),
+            format!("{version} lacks the dynamic resource allocation that Tranche needs"),
             format!("update the cluster to Kubernetes 1.{OLDEST_MINOR} or later"),
         ),
         Some(_) => good(CHECK, version.clone()),
         None => unknown(
             CHECK,
-            &format!("{version} is no version of Kubernetes that this release reads"),
+            &format!("{version} is not a version of Kubernetes that this release can read"),
         ),
     }
 }
@@ -122,7 +122,7 @@ fn gates(facts: &Facts) -> Vec<Finding> {
         .map(|gate| gate.as_str())
         .collect();
     if off.is_empty() {
-        return vec![good(CHECK, "none that Tranche needs is off")];
+        return vec![good(CHECK, "no gate that Tranche needs is off")];
     }
     vec![finding(
         CHECK,
@@ -168,7 +168,7 @@ fn rights(facts: &Facts) -> Vec<Finding> {
         CHECK,
         Outcome::Warning,
         format!("you may not {}", missing.join(", ")),
-        "what needs these is left out; ask an administrator for a ClusterRole with them",
+        "commands leave out what needs these rights; ask an administrator for a ClusterRole with them",
     )]
 }
 
@@ -243,7 +243,7 @@ fn nodes(facts: &Facts) -> Vec<Finding> {
             CHECK,
             Outcome::Error,
             "there are no GpuNodes: no plugin has described its node",
-            "label the GPU nodes as nodePlugin.affinity of the chart wants them, and look at the log of the node plugin",
+            "label the GPU nodes as nodePlugin.affinity of the chart requires, and look at the log of the node plugin",
         )];
     }
     let mut findings = Vec::new();
@@ -274,7 +274,7 @@ fn nodes(facts: &Facts) -> Vec<Finding> {
             continue;
         };
         if !published.problem.is_empty() {
-            let message = format!("{name}: its slices are not as they should be");
+            let message = format!("{name}: its slices are not correct");
             findings.push(finding(
                 CHECK,
                 Outcome::Error,
@@ -355,7 +355,7 @@ fn dropped(facts: &Facts) -> Vec<Finding> {
                 CHECK,
                 Outcome::Error,
                 format!(
-                    "claim {}/{} has {} without a size: what it consumes was dropped",
+                    "claim {}/{} has {} without a size: the API server dropped consumedCapacity",
                     namespace.unwrap_or_default(),
                     name.unwrap_or_default(),
                     result.device
@@ -383,7 +383,7 @@ fn usage(facts: &Facts) -> Vec<Finding> {
         .map(|line| finding(CHECK, Outcome::Warning, line, WAY_OUT))
         .collect();
     if findings.is_empty() {
-        findings.push(good(CHECK, "every node tells it"));
+        findings.push(good(CHECK, "every node reports it"));
     }
     findings
 }

@@ -70,10 +70,10 @@ fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
     }
     let quotas: Vec<String> = facts.quotas.iter().filter_map(exhausted).collect();
     if quotas.is_empty() {
-        return format!("no claim was made yet of the template {template} for {own}");
+        return format!("no claim was made yet from the template {template} for {own}");
     }
     format!(
-        "no claim was made of the template {template} for {own}: {}",
+        "no claim was made from the template {template} for {own}: {}",
         quotas.join("; ")
     )
 }

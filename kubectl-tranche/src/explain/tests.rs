@@ -244,7 +244,7 @@ async fn other_obstacles_have_a_line_each() {
     let text = shown(&explained(&mut world, "templated").await.unwrap());
     for part in [
         "the ResourceClaimTemplate quater-gpu does not exist in namespace team-a; there is quarter-gpu",
-        "no claim was made of the template quarter-gpu for more: the quota gpus is used up",
+        "no claim was made from the template quarter-gpu for more: the quota gpus is used up",
     ] {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }

@@ -73,7 +73,7 @@ impl Explanation {
             Conclusion::Fits => "fits: the scheduler should place it now",
             Conclusion::Waits => "waits",
             Conclusion::Fails => "waits: the scheduler stops with an error",
-            Conclusion::Unjudged => "waits, and why cannot be said for certain",
+            Conclusion::Unjudged => "waits, and this program cannot say for certain why",
         };
         let partial = if self.is_partial {
             " (partial: not everything could be read)"
@@ -214,7 +214,7 @@ impl Reason {
     fn new(report: &DeviceReport) -> Self {
         let (driver, device) = (&report.device.driver, &report.device.device);
         let Some(obstacle) = &report.obstacle else {
-            let text = "is free, but not together with what else is asked for";
+            let text = "is free, but not together with the other requested devices";
             return Self::Text(format!("{device} {text}"));
         };
         let holders = obstacle.holders();
