@@ -1,4 +1,4 @@
-"""A cluster of made-up GPU nodes: Nodes, GpuNodes as the plugin writes them, claims as the scheduler does."""
+"""A cluster of invented GPU nodes: Nodes, GpuNodes in the plugin's form, claims in the scheduler's form."""
 
 APPLY = "application/apply-patch+yaml"
 STRATEGIC = "application/strategic-merge-patch+json"
@@ -7,7 +7,7 @@ GPU_NODES = "/apis/gpu.tranche.dev/v1alpha1/gpunodes"
 POLICIES = "/apis/gpu.tranche.dev/v1alpha1/sharingpolicies"
 PODS = "/api/v1/namespaces/default/pods"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
-# As many labels as a node of a cloud has.
+# A node of a cloud has about this many labels.
 LABELS = {f"cloud.example.com/label-{n:02}": f"value-{n:02}-of-a-node-of-a-cloud" for n in range(30)}
 
 
@@ -33,7 +33,7 @@ def inventory(node):
 
 
 def make(server, nodes):
-    """Makes the nodes, their plugins' pods, and their GpuNodes, not registered with their kubelets yet."""
+    """Makes the nodes, their plugins' pods, and their GpuNodes, whose plugins have not registered with the kubelets."""
 
     def one(node):
         metadata = {"name": name(node), "labels": LABELS}
@@ -51,7 +51,7 @@ def make(server, nodes):
 
 
 def plugin_pod(server, node):
-    """The node plugin's pod, ready: the controller asks for it where a registration is older than some seconds."""
+    """The node plugin's pod, which is ready: the controller reads it if a registration is older than some seconds."""
     labels = {"app.kubernetes.io/name": "tranche", "app.kubernetes.io/component": "node-plugin"}
     pod = f"plugin-{node}"
     body = {
@@ -64,7 +64,7 @@ def plugin_pod(server, node):
 
 
 def register(server, node, epoch):
-    """The plugin applies its part of the status, as it does at each registration."""
+    """Applies the plugin's part of the status, as the plugin does at each registration."""
     body = {
         "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "GpuNode", "metadata": {"name": name(node)},
         "status": {
@@ -77,7 +77,7 @@ def register(server, node, epoch):
 
 
 def policy(server, spec):
-    """The SharingPolicy `default`, as it is from now on."""
+    """Sets the SharingPolicy `default`."""
     body = {
         "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "SharingPolicy",
         "metadata": {"name": "default"}, "spec": spec,
@@ -86,7 +86,7 @@ def policy(server, spec):
 
 
 def claims(server, nodes):
-    """Two claims for each node, which hold capped shares of its first two GPUs."""
+    """Makes two claims for each node, with capped shares of its first two GPUs."""
 
     def one(number):
         node, gpu = divmod(number, 2)
@@ -108,7 +108,7 @@ def claims(server, nodes):
 
 
 def published(server, nodes, epoch):
-    """Whether the records of a hundred nodes, the first and the last among them, name all slices of a registration."""
+    """Whether the records of a hundred nodes, including the first and the last, name all slices of a registration."""
     some = {*range(0, nodes, max(nodes // 100, 1)), nodes - 1}
     for node in some:
         record = server.ask("GET", f"{GPU_NODES}/{name(node)}")["status"].get("published", {})

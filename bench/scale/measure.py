@@ -1,4 +1,4 @@
-"""What the controller costs at a number of nodes: memory, CPU time, writes and lists, event by event; and how long `kubectl tranche top` takes."""
+"""The cost of the controller for a number of nodes: memory, CPU time, writes and lists of each event; and the time of `kubectl tranche top`."""
 
 import argparse
 import json
@@ -35,9 +35,9 @@ class Controller:
 
     def __init__(self, server, program):
         http, metrics = free_ports(2)
-        # It ends with this process.
+        # The controller ends with this process.
         command = ["setpriv", "--pdeathsig", "KILL", "--", program, "--http-endpoint", f"127.0.0.1:{http}", "--metrics-endpoint", f"127.0.0.1:{metrics}"]
-        # The last as in the chart.
+        # The last option is the chart's.
         environment = {
             "KUBECONFIG": str(server.kubeconfig), "POD_NAME": "scale", "POD_NAMESPACE": "default", "MALLOC_ARENA_MAX": "2",
         }
@@ -52,7 +52,7 @@ class Controller:
         self.process.wait(60)
 
     def memory(self):
-        """Resident now, and at most so far, MiB."""
+        """Resident memory now, and its peak, MiB."""
         if self.process.poll() is not None:
             last = self.log.read_text()[-3000:]
             raise SystemExit(f"the controller ended with {self.process.returncode}:\n{last}")
@@ -79,7 +79,7 @@ def of_controller(before, after):
 
 
 def until_quiet(server, controller, before, limit, quiet=QUIET, done=lambda: True):
-    """Waits until the controller has written nothing for a while and `done`; seconds from the call to its last write."""
+    """Waits until `done` is true and the controller has written nothing for a while; returns the seconds until its last write."""
     begun = time.monotonic()
     last, at = None, begun
     while time.monotonic() - at < quiet or not done():
@@ -94,7 +94,7 @@ def until_quiet(server, controller, before, limit, quiet=QUIET, done=lambda: Tru
 
 
 def event(server, controller, what, act, limit, quiet=QUIET, own=0, done=lambda: True):
-    """One event, which writes the status of so many GpuNodes itself: what it costs until the controller is quiet and `done`."""
+    """The cost of one event until the controller is quiet and `done` is true. The event itself writes the status of some GpuNodes."""
     before, cpu = server.requests(), controller.cpu()
     begun = time.monotonic()
     act()

@@ -8,7 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
-# Requests at a time while objects are made.
+# The most requests at a time while objects are made.
 WORKERS = 8
 
 
@@ -23,11 +23,11 @@ class Server:
         self.address = urlsplit(cluster["server"])
         self.token = config["users"][0]["user"]["token"]
         self.local = threading.local()
-        # One for all: it reads the certificates when it is made.
+        # One context for all connections, because making it reads the certificates.
         self.tls = ssl.create_default_context(cafile=cluster["certificate-authority"])
 
     def raw(self, method, path, body=None, kind="application/json"):
-        """One request; the status and the text. Every thread has a connection of its own."""
+        """Makes one request; returns the status and the text. Every thread has its own connection."""
         for attempt in range(2):
             connection = getattr(self.local, "connection", None)
             if connection is None:
@@ -45,7 +45,7 @@ class Server:
                     raise
 
     def ask(self, method, path, body=None, kind="application/json"):
-        """One request that must succeed; the object."""
+        """Makes one request that must succeed; returns the object."""
         status, text = self.raw(method, path, body, kind)
         if status >= 300:
             raise SystemExit(f"{method} {path}: {status} {text[:500]}")
@@ -57,7 +57,7 @@ class Server:
             list(pool.map(act, items))
 
     def count(self, path):
-        """How many objects a list has."""
+        """The number of objects of a list."""
         page = self.ask("GET", f"{path}?limit=1")
         return len(page["items"]) + page["metadata"].get("remainingItemCount", 0)
 

@@ -22,13 +22,13 @@ use crate::dra::ClaimId;
 
 /// The one request of every claim.
 pub const REQUEST: &str = "gpu";
-/// A small size, so that as many shares fit into a GPU as its percents allow.
+/// A small size, so that only the percents limit the number of shares on a GPU.
 const MEMORY: &str = "64Mi";
 const CORES: &str = "1";
 /// The most concurrent API calls while claims are made.
 const AT_ONCE: usize = 16;
 
-/// The device that a claim is allocated.
+/// The device that is allocated to a claim.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Share {
     /// One percent of the GPU whose exclusive device has this name.
@@ -90,7 +90,7 @@ impl Share {
 pub struct Placement {
     /// GPUs of the claims that are timed.
     pub timed: Vec<Share>,
-    /// GPUs of the claims that are held meanwhile.
+    /// GPUs of the claims that stay prepared meanwhile.
     pub held: Vec<Share>,
 }
 
@@ -139,8 +139,8 @@ pub async fn make(
     .await
 }
 
-/// `reservedFor` stays empty: it would have to name a pod, the API server's controllers release a
-/// claim whose pod does not exist, and a driver does not read it.
+/// `reservedFor` stays empty: it would have to name a pod, and controllers release a claim whose pod does not exist. Drivers do not
+/// read it.
 async fn allocate(
     api: &Api<ResourceClaim>,
     name: &str,

@@ -1,4 +1,4 @@
-//! The cluster that is measured: its API, and the devices of this process's node.
+//! The measured cluster: its API, and the devices of this process's node.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ const LONGEST_WAIT: Duration = Duration::from_mins(2);
 /// An API server and one GPU node of its cluster.
 #[derive(Clone)]
 pub struct Cluster {
-    /// The API, by the kubeconfig of the environment.
+    /// A client with the kubeconfig of the environment.
     pub client: Client,
     /// The node that this process runs on.
     pub node: String,
@@ -32,14 +32,14 @@ impl std::fmt::Debug for Cluster {
 }
 
 impl Cluster {
-    /// Connects by `KUBECONFIG`, for measurements on the node of that name.
+    /// Connects with `KUBECONFIG`, for measurements on the node of that name.
     pub async fn connect(node: &str) -> anyhow::Result<Self> {
         let kubeconfig = Kubeconfig::from_env()
             .context("KUBECONFIG")?
             .context("KUBECONFIG is not set: it must name a kubeconfig that works on this node")?;
         let mut config =
             Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
-        // A retry inside the client would be measured as one slow answer.
+        // The measurement would count a retry inside the client as one slow answer.
         config.default_retry = false;
         Ok(Self {
             client: Client::try_from(config)?,
@@ -91,7 +91,7 @@ impl Cluster {
         Ok(gpus)
     }
 
-    /// The smallest partitions of the GPU whose exclusive device has this name, two that go together.
+    /// Two of the smallest partitions that fit together on the GPU whose exclusive device has this name.
     pub async fn two_partitions(&self, gpu: &str) -> anyhow::Result<[Arc<str>; 2]> {
         let slices = self.slices().await?;
         let devices = slices
@@ -99,10 +99,10 @@ impl Cluster {
             .filter_map(|slice| slice.spec.devices.as_ref());
         let names: BTreeSet<_> = devices.flatten().map(|device| &*device.name).collect();
         let prefix = format!("{gpu}-mig-1g");
-        // Those with media engines have their own names, and there is one of these at a time.
-        let small = |name: &&&str| name.starts_with(&prefix) && !name.contains("me-");
+        // Profiles with media engines have their own names, and only one such partition fits at a time.
+        let is_small = |name: &&&str| name.starts_with(&prefix) && !name.contains("me-");
         let profile = |name: &str| name.rsplit_once('-').map(|(profile, _)| profile.to_owned());
-        let mut small = names.iter().filter(small).peekable();
+        let mut small = names.iter().filter(is_small).peekable();
         while let Some(one) = small.next() {
             if let Some(other) = small.peek()
                 && profile(one) == profile(other)
@@ -116,7 +116,7 @@ impl Cluster {
         );
     }
 
-    /// Makes the namespace; one that an interrupted run left is removed first.
+    /// Makes the namespace, and first removes one that an interrupted run left.
     pub async fn make_namespace(&self) -> anyhow::Result<()> {
         self.remove_namespace().await?;
         let namespace = Namespace {
@@ -142,7 +142,7 @@ impl Cluster {
         .await
     }
 
-    /// Removes the namespace with all that is in it, and waits until it is gone.
+    /// Removes the namespace with its objects, and waits until it is gone.
     pub async fn remove_namespace(&self) -> anyhow::Result<()> {
         let api = self.namespaces();
         let Some(namespace) = api.get_opt(NAMESPACE).await? else {
@@ -162,7 +162,7 @@ impl Cluster {
     }
 }
 
-/// The result of a measurement, or an error as soon as the user interrupts it, so that what it made is removed.
+/// The result of a measurement, or an error as soon as the user interrupts it, so that its objects are removed.
 pub async fn unless_interrupted<T>(
     measurement: impl Future<Output = anyhow::Result<T>>,
 ) -> anyhow::Result<T> {

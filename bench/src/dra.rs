@@ -37,7 +37,7 @@ impl ClaimId {
     }
 }
 
-/// One connection to the plugin, as the kubelet has one; clones share it.
+/// A connection to the plugin. Clones share it, as all calls of the kubelet share one.
 #[derive(Clone, Debug)]
 pub struct Plugin {
     client: DraPluginClient<Channel>,
@@ -51,7 +51,7 @@ impl Plugin {
             let path = path.clone();
             async move { UnixStream::connect(path).await.map(TokioIo::new) }
         });
-        // The address is not used: the connector knows the socket.
+        // The connector ignores the address and uses the socket.
         let channel = Endpoint::from_static("http://plugin")
             .connect_with_connector(connector)
             .await

@@ -1,4 +1,4 @@
-//! How many GPUs claims need, where kube-scheduler's allocator places them in the order of our devices.
+//! How many GPUs claims need when kube-scheduler's allocator places them in the order of our devices.
 //!
 //! ```text
 //!  sizes of a trace, random lives ─┬─► the allocator, slices as planned ───┐

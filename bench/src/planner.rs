@@ -1,4 +1,4 @@
-//! What the controller publishes of a node of H100 with all tiers on: ResourceSlices, their bytes, and the time to plan them.
+//! What the controller publishes for a node of H100 with all tiers: ResourceSlices, their bytes, and the time to plan them.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -14,9 +14,9 @@ use crate::packing::h100s;
 use crate::row::Row;
 use crate::stats::Spread;
 
-/// GPUs of the nodes that are planned.
+/// Numbers of GPUs of the planned nodes.
 const NODES: [u32; 3] = [1, 8, 16];
-/// GPUs of the node whose planning is timed.
+/// The number of GPUs of the node whose planning is timed.
 const TIMED: u32 = 8;
 const KIB: f64 = 1024.0;
 
@@ -75,12 +75,12 @@ fn plan(inventory: &Inventory, policy: &SharingPolicy) -> anyhow::Result<SlicePl
     })?)
 }
 
-/// What a node's slices amount to.
+/// The sizes of a node's slices.
 #[derive(Clone, Copy, Debug, Default)]
 struct Size {
     slices: f64,
     devices: f64,
-    /// As JSON.
+    /// Of all slices as JSON.
     bytes: f64,
     /// Of the largest slice.
     largest: f64,
@@ -106,7 +106,7 @@ impl Size {
 mod tests {
     use super::*;
 
-    /// Whatever the machine: only the time depends on it.
+    /// These values are the same on all machines: only the time depends on the machine.
     #[test]
     fn the_slices_of_a_node_are_as_few_and_small_as_promised() {
         for row in run(Args { plans: 1 }).unwrap() {

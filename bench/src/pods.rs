@@ -1,9 +1,8 @@
 //! Pods with and without a claim, from their creation to Running.
 //!
-//! The kinds of pod take turns within each round, so that other work of the machine affects all of
-//! them alike; the time that a claim adds is the difference of their medians. It includes the
-//! scheduler, the kubelet and the container runtime, and the kubelet's variation. For one pod at a time
-//! [`steps`] says who took it.
+//! The kinds of pod take turns within each round, so that other work of the machine affects all kinds alike. The time that a claim
+//! adds is the difference of their medians. It includes the scheduler, the kubelet and the container runtime. For one pod at a time,
+//! [`steps`] divides it.
 
 mod steps;
 
@@ -53,13 +52,13 @@ const LONGEST_WAIT: Duration = Duration::from_secs(90);
 /// How a pod gets a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
-    /// It gets none.
+    /// It has no GPU.
     Plain,
-    /// By a claim for a capped share that is made before the pod.
+    /// A claim for a capped share, made before the pod.
     Claim,
-    /// By a claim for a whole GPU that is made before the pod.
+    /// A claim for a whole GPU, made before the pod.
     Exclusive,
-    /// By a claim that the control plane makes for the pod from a template.
+    /// A claim that the control plane makes for the pod from a template.
     Template,
 }
 
@@ -76,7 +75,7 @@ impl Kind {
     }
 }
 
-/// Measures, and then removes all objects, also if it fails or is interrupted.
+/// Measures, and then removes all objects, even if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     cluster.make_namespace().await?;
     let bench = Bench {
@@ -111,7 +110,7 @@ impl Bench<'_> {
         Ok(rows)
     }
 
-    /// One pod of each kind after the other: what a claim adds, and to which steps.
+    /// One pod of each kind after the other: the time that a claim adds, and the steps to which it adds.
     async fn one_by_one(&self) -> anyhow::Result<Vec<Row>> {
         let mut times: BTreeMap<Kind, Vec<Duration>> = BTreeMap::new();
         let mut steps: BTreeMap<(Kind, Step), Vec<f64>> = BTreeMap::new();
@@ -157,7 +156,7 @@ impl Bench<'_> {
         Ok(rows)
     }
 
-    /// Several pods of each kind at once: what a claim adds to the last of them.
+    /// Several pods of each kind at once: the time that a claim adds to the last of them.
     async fn together(&self) -> anyhow::Result<Vec<Row>> {
         let rounds = self.args.rounds_of_8;
         let mut times: BTreeMap<Kind, Vec<Duration>> = BTreeMap::new();
@@ -179,7 +178,7 @@ impl Bench<'_> {
         ])
     }
 
-    /// One pod: from its creation until it runs, and the steps of that.
+    /// One pod: the time from its creation until it runs, and its steps.
     async fn one_pod(
         &self,
         kind: Kind,
@@ -339,7 +338,7 @@ fn names(kind: Kind, round: &str, together: usize) -> Vec<String> {
         .collect()
 }
 
-/// How much later the pods of a kind ran than those without a claim, by their medians.
+/// How much later the pods of a kind ran than pods without a claim: the difference of the medians.
 fn added(times: &BTreeMap<Kind, Vec<Duration>>, kind: Kind, id: &str) -> anyhow::Result<Row> {
     let spread = |kind| {
         times
@@ -355,7 +354,7 @@ fn added(times: &BTreeMap<Kind, Vec<Duration>>, kind: Kind, id: &str) -> anyhow:
         .beside("ratio", with.p50 / plain.p50))
 }
 
-/// Waits until each of the pods was in an event for which `is_so` is true.
+/// Waits until there was an event of each pod for which `is_so` is true.
 async fn follow(
     events: &mut Events<'_>,
     names: &[String],
@@ -387,7 +386,7 @@ async fn follow(
     }
 }
 
-/// A size of which eight shares fit into one GPU.
+/// A size for which eight shares fit into one GPU.
 fn size() -> BTreeMap<String, Quantity> {
     [(capacity::MEMORY, "1Gi"), (capacity::CORES, "10")]
         .into_iter()

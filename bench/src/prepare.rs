@@ -1,7 +1,7 @@
 //! The plugin's gRPC calls, timed over its socket as the kubelet makes them.
 //!
-//! In turn with every Prepare, one GET of the same claim and one durable write of a file of a
-//! journal's size are timed: the two necessary steps of every Prepare.
+//! In turn with every Prepare, it times one GET of the same claim and one durable write of a file of a journal's size: the two
+//! necessary steps of every Prepare.
 
 mod left;
 mod probe;
@@ -58,7 +58,7 @@ const FEW: usize = 8;
 /// The number of callers that prepare and release the held claims.
 const AT_ONCE: usize = 8;
 
-/// Measures, and then removes all objects, also if it fails or is interrupted.
+/// Measures, and then removes all objects, even if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     let plugin = Plugin::connect(&args.plugin_dir.join("dra.sock")).await?;
     let gpus = cluster.shareable_gpus().await?;
@@ -236,9 +236,13 @@ impl Load<'_> {
 
     /// Releases every claim, removes it, and counts the files that are left.
     async fn clean_up(&self) -> anyhow::Result<usize> {
-        let all = self.timed.iter().chain(&self.held).chain(&self.of_tiers);
-        let all: Vec<_> = all.collect();
-        // With a new connection: the measurement may have failed because the plugin was restarted.
+        let all: Vec<_> = self
+            .timed
+            .iter()
+            .chain(&self.held)
+            .chain(&self.of_tiers)
+            .collect();
+        // With a new connection, because the measurement may have failed when the plugin restarted.
         let plugin = Plugin::connect(&self.args.plugin_dir.join("dra.sock")).await?;
         let released: anyhow::Result<Vec<()>> = stream::iter(&all)
             .map(|claim| plugin.unprepare(claim))

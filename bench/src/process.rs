@@ -24,7 +24,7 @@ pub struct Memory {
     pub peak: u64,
 }
 
-/// MiB of so many KiB.
+/// KiB in MiB.
 #[must_use]
 #[expect(clippy::cast_precision_loss, reason = "far below 2^52")]
 pub fn mib(kib: u64) -> f64 {
@@ -93,7 +93,7 @@ fn cpu_ticks(stat: &str) -> Option<u64> {
     Some(field(stat, 14)? + field(stat, 15)?)
 }
 
-/// A field of proc(5)'s stat, counted from 1. The second one is a name in parentheses that may hold anything.
+/// A field of proc(5)'s stat, counted from 1. The second field is a name in parentheses, which may contain any character.
 fn field(stat: &str, nth: usize) -> Option<u64> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(nth - 3)?.parse().ok()
@@ -106,7 +106,7 @@ impl Process {
         started(self.pid) == Some(self.started)
     }
 
-    /// The CPU time that it has had, of all its threads, to a hundredth of a second.
+    /// The CPU time of all its threads so far, to a hundredth of a second.
     pub fn cpu_time(self) -> anyhow::Result<Duration> {
         let path = format!("/proc/{}/stat", self.pid);
         let stat = std::fs::read_to_string(&path).context(path.clone())?;

@@ -1,4 +1,4 @@
-//! The promises that have a number: `SPECIFICATION.md` has a row for each of them.
+//! The promises with a number. `SPECIFICATION.md` has a row for each of them.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ pub enum Bound {
 }
 
 impl Bound {
-    /// Whether `value` is within it; always true for an open bound.
+    /// Whether `value` is within the bound; always true for an open bound.
     #[must_use]
     pub fn is_kept_by(self, value: f64) -> bool {
         match self {
@@ -576,7 +576,7 @@ mod tests {
 
     const SPECIFICATION: &str = include_str!("../../SPECIFICATION.md");
 
-    /// The rows of the page that name a measurement: its id, and the target as written.
+    /// The rows of the page that name a measurement: its ID, and the target as written there.
     fn rows() -> Vec<(&'static str, &'static str)> {
         SPECIFICATION
             .lines()

@@ -23,7 +23,7 @@ pub struct Row {
     pub id: String,
     /// The value in the promise's unit.
     pub value: f64,
-    /// The distribution of the values that it was taken from.
+    /// The distribution of the values behind it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub spread: Option<Spread>,
     /// Comparison values.
@@ -43,7 +43,7 @@ impl Row {
         }
     }
 
-    /// Adds the distribution of the values that it was taken from.
+    /// Adds the distribution of the values behind it.
     #[must_use]
     pub fn from(mut self, spread: Spread) -> Self {
         self.spread = Some(spread);

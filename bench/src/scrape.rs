@@ -1,12 +1,12 @@
-//! What one scrape of the node plugin costs, while pods use as many shares as 8 GPUs have.
+//! The cost of a scrape of the node plugin while pods use all shares of 8 GPUs.
 //!
 //! ```text
 //!  a pod for each GPU, 16 containers in it, each with a capped share and memory in it
 //!      └─► GET /metrics of the node's plugin, as Prometheus makes it ─► time, bytes, CPU time, memory
 //! ```
 //!
-//! The plugin reads NVML at most once a second, so scrapes are further apart. In turn with each of them the same server is asked for a
-//! path that it does not have: TLS, the check of the token, and nothing else.
+//! The plugin reads NVML at most once a second, so scrapes are further apart. In turn with each scrape, a request for a path that the
+//! server does not have measures only TLS and the check of the token.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -52,11 +52,11 @@ pub struct Args {
 const APART: Duration = Duration::from_millis(1200);
 /// Labels of the node plugin's pods.
 const PLUGIN: &str = "app.kubernetes.io/component=node-plugin";
-/// Who scrapes, and its binding.
+/// The ServiceAccount that scrapes, and its binding.
 const READER: &str = "tranche-bench-reader";
 const MB: f64 = 1e6;
 
-/// Measures, and then removes all objects, also if it fails or is interrupted.
+/// Measures, and then removes all objects, even if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     cluster.make_namespace().await?;
     let bench = Bench { args, cluster };
@@ -71,7 +71,7 @@ struct Bench<'a> {
     cluster: &'a Cluster,
 }
 
-/// What scrapes and the answers beside them took.
+/// The times of scrapes and of the requests beside them.
 #[derive(Debug, Default)]
 struct Times {
     scrapes: Vec<f64>,
@@ -126,13 +126,13 @@ impl Bench<'_> {
         for nth in 0..gpus {
             let names = self.names(nth);
             let size = size(self.args.shares);
-            let made = names
+            let made: Vec<ResourceClaim> = names
                 .iter()
-                .map(|name| claims::claim(name, "capped", size.clone()));
-            let made: Vec<ResourceClaim> = made.collect();
+                .map(|name| claims::claim(name, "capped", size.clone()))
+                .collect();
             try_join_all(made.iter().map(|claim| claims.create(&params, claim))).await?;
             pods.create(&params, &self.pod(nth, &names)?).await?;
-            // One after another: each fills a GPU.
+            // One after another, because each pod fills a GPU.
             wait_until(
                 "a pod with a share in each container is ready",
                 async || Ok(pods.get(&pod_name(nth)).await.as_ref().is_ok_and(is_ready)),
@@ -160,8 +160,8 @@ impl Bench<'_> {
                 })
             })
             .collect();
-        let claims = claims.iter();
         let claims: Vec<Value> = claims
+            .iter()
             .map(|claim| json!({"name": claim, "resourceClaimName": claim}))
             .collect();
         Ok(serde_json::from_value(json!({
@@ -215,16 +215,17 @@ impl Bench<'_> {
 
     /// Where the node's plugin serves its metrics.
     async fn address(&self) -> anyhow::Result<String> {
-        let pods: Api<Pod> = Api::all(self.cluster.client.clone());
+        let api: Api<Pod> = Api::all(self.cluster.client.clone());
         let node = format!("spec.nodeName={}", self.cluster.node);
         let of_node = ListParams::default().labels(PLUGIN).fields(&node);
-        let pods = pods.list(&of_node).await?;
+        let pods = api.list(&of_node).await?;
         let mut addresses = pods
             .items
             .iter()
             .filter_map(|pod| pod.status.as_ref()?.pod_ip.clone());
-        let address = addresses.next();
-        let address = address.with_context(|| format!("no pod of the plugin on {node}"))?;
+        let address = addresses
+            .next()
+            .with_context(|| format!("no pod of the plugin on {node}"))?;
         Ok(format!("{address}:{}", self.args.port))
     }
 
@@ -246,7 +247,7 @@ impl Bench<'_> {
             ensure!(status == expected, "{path}: {status}: {text}");
             anyhow::Ok((time, text))
         };
-        // The first one asks the API server what the token may do.
+        // At the first request the plugin asks the API server about the token's rights.
         ask("/metrics", 200).await?;
         for _ in 0..self.args.samples {
             tokio::time::sleep(APART).await;
@@ -261,7 +262,7 @@ impl Bench<'_> {
     }
 }
 
-/// Whether a line is the memory of one of the containers.
+/// Whether a line is the memory metric of a container.
 fn is_share(line: &str) -> bool {
     line.starts_with("DCGM_FI_DEV_FB_USED{") && line.contains("container=\"share-")
 }
@@ -271,12 +272,16 @@ fn pod_name(nth: usize) -> String {
 }
 
 fn is_ready(pod: &Pod) -> bool {
-    let conditions = pod.status.as_ref().and_then(|it| it.conditions.as_deref());
-    let mut conditions = conditions.into_iter().flatten();
+    let mut conditions = pod
+        .status
+        .as_ref()
+        .and_then(|it| it.conditions.as_deref())
+        .into_iter()
+        .flatten();
     conditions.any(|it| it.type_ == "Ready" && it.status == "True")
 }
 
-/// A share of which so many fit into a GPU.
+/// The size for which `shares` shares fit into a GPU.
 fn size(shares: usize) -> BTreeMap<String, Quantity> {
     let cores = (100 / shares).to_string();
     [

@@ -1,14 +1,12 @@
-//! The cost of the shim for programs of a capped container, compared with the same driver without
-//! it.
+//! The cost of the shim for programs of a capped container, compared with the same driver without the shim.
 //!
 //! ```text
 //!  run ─► unshare ─► world (bare | capped): mounts ─► probe: a fresh process that calls the driver
 //! ```
 //!
-//! Runs as root on a machine with a driver at `/`, real or simulated. Each world is a private mount
-//! namespace: the bare one is unchanged, the capped one has the layout of a capped container. The
-//! worlds take turns. Times of calls are CPU times of the calling thread, so that more processes
-//! than cores do not measure the scheduler.
+//! Runs as root on a machine with a driver at `/`, real or simulated. Each world is a private mount namespace: the bare world is
+//! unchanged, the capped world has the layout of a capped container. The worlds take turns. Times of calls are CPU times of the
+//! calling thread, so that they do not include the kernel's scheduling when there are more processes than cores.
 
 mod cuda;
 mod probe;
@@ -46,7 +44,7 @@ pub struct Args {
     crowd: usize,
 }
 
-/// Where the plugin of this release installs its shim.
+/// The folder in which the plugin of this release installs its shim.
 fn installed() -> PathBuf {
     Path::new("/var/lib/kubelet/plugins/gpu.tranche.dev/lib").join(cap::ABI.to_string())
 }
@@ -54,7 +52,7 @@ fn installed() -> PathBuf {
 /// Nanoseconds per call, by the name of the call.
 type Calls = BTreeMap<String, f64>;
 
-/// Measures all of it.
+/// Runs all measurements.
 pub fn run(args: &Args) -> anyhow::Result<Vec<Row>> {
     let mut rows = starts(args)?;
     for processes in PROCESSES {
@@ -91,7 +89,7 @@ fn starts(args: &Args) -> anyhow::Result<Vec<Row>> {
             Spread::of(times.remove(&world).unwrap_or_default()).context("nothing was measured")
         };
         let (bare, capped) = (spread(World::Bare)?, spread(World::Capped)?);
-        // For a crowd the time itself is the value, for a single process the added time.
+        // The value of a crowd is the time itself, that of a single process the added time.
         let value = match measure {
             Measure::Crowd => capped.p50,
             _ => capped.p50 - bare.p50,
@@ -152,16 +150,16 @@ fn calls(args: &Args, processes: usize) -> anyhow::Result<Vec<Row>> {
 /// How many processes call at once.
 const PROCESSES: [usize; 4] = [1, 4, 16, 64];
 
-/// Which part of a call's time a promise is about.
+/// The part of a call's time that a promise limits.
 #[derive(Clone, Copy)]
 enum Counts {
     /// The difference to the bare driver.
     Added,
-    /// All of it, because the driver is not called.
+    /// All of it, because the call does not reach the driver.
     All,
 }
 
-/// The promises' name, where, the call, and what counts.
+/// The promises' name, the world, the call, and the part of the time.
 const CALLS: &[(&str, World, &str, Counts)] = &[
     ("shim-alloc", World::Capped, probe::ALLOC, Counts::Added),
     (
@@ -192,7 +190,7 @@ const CALLS: &[(&str, World, &str, Counts)] = &[
     ),
 ];
 
-/// The promise of a call by so many processes.
+/// The promise of a call by `processes` processes at once.
 fn id(name: &str, processes: usize) -> String {
     match processes {
         1 => name.to_owned(),
@@ -200,7 +198,7 @@ fn id(name: &str, processes: usize) -> String {
     }
 }
 
-/// Lets a world measure something `count` times, and returns its answer.
+/// Makes a world measure something `count` times, and returns its result.
 fn in_world<T: DeserializeOwned>(
     args: &Args,
     world: World,
@@ -226,8 +224,7 @@ fn world_command(
         .args(world::arguments(world, measure, count))
         .arg("--shim-dir")
         .arg(&args.shim_dir)
-        // A container with one share, as most have: with several GPUs the shim asks the driver which one is
-        // current.
+        // A container with one share, as most have: with several GPUs the shim asks the driver for the current one.
         .env("CUDA_VISIBLE_DEVICES", "0")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

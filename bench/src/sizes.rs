@@ -50,7 +50,7 @@ fn size_of(path: &Path) -> anyhow::Result<f64> {
     Ok(bytes as f64)
 }
 
-/// Memory of the processes on this node: now, and at most since their start.
+/// Memory of the processes on this node: now, and the peak since their start.
 pub fn in_memory() -> anyhow::Result<Vec<Row>> {
     let plugin = largest("tranche-kubelet-plugin")?.context("no plugin runs on this node")?;
     let mut rows = vec![
@@ -71,7 +71,7 @@ struct Resident {
     peak: f64,
 }
 
-/// Of all processes with this name, the one with the most memory.
+/// The memory of the process with this name that has the most.
 fn largest(program: &str) -> anyhow::Result<Option<Resident>> {
     let memories = process::running(program)?
         .into_iter()
@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tree_is_the_sum_of_its_files_and_a_missing_one_says_how_to_get_it() {
+    fn a_tree_is_the_sum_of_its_files_or_says_how_to_get_it() {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("a")).unwrap();
         fs::write(dir.path().join("a/b"), [0; 700]).unwrap();

@@ -1,6 +1,6 @@
 //! The time until a node's slices appear: after the plugin's start, a deletion, and a restart of the kubelet.
 //!
-//! A change in the API has the time at which a watch of this process receives it.
+//! The time of a change in the API is the time at which a watch of this process receives it.
 
 mod pool_watch;
 
@@ -41,7 +41,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(90);
 /// The effects of a kubelet's restart are complete when nothing has changed for this time.
 const SETTLED: Duration = Duration::from_secs(6);
 
-/// Measures all three, and leaves the slices as they were.
+/// Measures all three. Afterwards the slices are as before.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     ensure!(
@@ -89,8 +89,8 @@ fn row(id: &str, times: &[Duration]) -> Option<Row> {
 
 /// The time from the new process's start until its slices are complete.
 ///
-/// The pod is replaced, and between the two plugins the slices are deleted. The kubelet does that after 30 s, and nobody may
-/// create them again before a plugin has registered.
+/// The pod is replaced, and between the two plugins the kubelet deletes the slices, after 30 s. Nobody may create them again before a
+/// plugin has registered.
 async fn plugin_start(args: &Args, cluster: &Cluster) -> anyhow::Result<Duration> {
     let mut watch = PoolWatch::start(cluster).await?;
     let old = plugin()?;
@@ -171,8 +171,8 @@ fn is_ready(pod: &Pod) -> bool {
 async fn heal(cluster: &Cluster) -> anyhow::Result<Duration> {
     let mut watch = PoolWatch::start(cluster).await?;
     let slices: Api<ResourceSlice> = Api::all(cluster.client.clone());
-    let first = cluster.slices().await?;
-    let first = first.first().context("no slice to delete")?;
+    let published = cluster.slices().await?;
+    let first = published.first().context("no slice to delete")?;
     let start = Instant::now();
     slices
         .delete(&first.name_any(), &DeleteParams::default())
@@ -208,8 +208,8 @@ async fn kubelet_restart(cluster: &Cluster) -> anyhow::Result<Restart> {
     let registered = Instant::now();
     watch.until(LONGEST_WAIT, PoolWatch::is_complete).await?;
     let mut complete = Instant::now();
-    // The kubelet deletes the slices some time after it has registered the plugin: the pool may be incomplete once more, or
-    // several times.
+    // The kubelet deletes the slices some time after it has registered the plugin, so the pool may become incomplete again, even several
+    // times.
     while watch
         .until(SETTLED, |pool| !pool.is_complete())
         .await

@@ -1,9 +1,8 @@
-//! Every test that a page of this repository names is there.
+//! Every test that a page of this repository names exists.
 //!
-//! A page names a test in backticks: `path.rs::test`, `::test` for another one of the same file. The path is the
-//! repository's, or the page's folder's, or begins in the suite that is named before it (`e2e`, `shim`, or `api` of `e2e/api`). In a
-//! column "held by" or "tried by" nothing else stands but files, and tests of the file that was named last;
-//! `bench` rows are `src/promise.rs`'s to check.
+//! A page names a test in backticks: `path.rs::test`, or `::test` for another test of the same file. The path is relative to the
+//! repository, to the page's folder, or to the suite that is named before it (`e2e`, `shim`, or `api` for `e2e/api`). Columns "held by"
+//! and "tried by" contain only files, and tests of the file that was named last. `src/promise.rs` checks rows of `bench`.
 
 #![allow(
     clippy::unwrap_used,
@@ -13,7 +12,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// All Markdown below `folder`, without what is built and what is hidden.
+/// Finds all Markdown below `folder`, except in build folders and hidden folders.
 fn pages(folder: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -41,11 +40,11 @@ fn has_test(source: &str, name: &str) -> bool {
         .any(|(before, _)| before.contains("#[test]") || before.contains("#[tokio::test"))
 }
 
-/// A page, read from its beginning.
+/// Reads a page from its beginning.
 struct Reader<'a> {
     repository: &'a Path,
     page: &'a Path,
-    /// Named last.
+    /// The file that was named last.
     file: PathBuf,
     named: usize,
     missing: Vec<String>,
@@ -53,9 +52,9 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     fn open(&mut self, path: &str, suite: &str) {
-        let suite = if suite == "api" { "e2e/api" } else { suite };
-        let suite = self.repository.join(suite).join("tests/suite");
-        let folders = [self.repository, self.page.parent().unwrap(), &suite];
+        let folder = if suite == "api" { "e2e/api" } else { suite };
+        let tests = self.repository.join(folder).join("tests/suite");
+        let folders = [self.repository, self.page.parent().unwrap(), &tests];
         let found = folders
             .map(|it| it.join(path))
             .into_iter()
@@ -74,7 +73,7 @@ impl Reader<'_> {
         }
     }
 
-    /// What stands in backticks, after this word; `only_tests` where nothing else may.
+    /// Reads a text in backticks. `suite` is the word before it. With `only_tests` it must be a test or a file.
     fn span(&mut self, span: &str, suite: &str, only_tests: bool) {
         let name = span.split(' ').next().unwrap_or_default();
         let (path, test) = name.split_once("::").unwrap_or((name, ""));
@@ -93,7 +92,7 @@ impl Reader<'_> {
         let (mut line, mut in_column) = (String::new(), false);
         for part in text.lines() {
             line += part;
-            // Blocks of code, and what goes on in the next line.
+            // Blocks of code, and spans that continue in the next line.
             if line.matches('`').count() % 2 == 1 {
                 line.push(' ');
                 continue;

@@ -1,4 +1,4 @@
-"""Headless Chromium over WebDriver: what the pictures and the measurement need of it."""
+"""Headless Chromium over WebDriver, for the pictures and the measurement."""
 
 import json
 import shutil
@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 
-# No request leaves the machine, and nothing is asked of a GPU or a sandbox, which a container has not.
+# No request leaves the machine. A container has no GPU and no sandbox.
 FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars",
@@ -16,7 +16,7 @@ FLAGS = [
 
 
 class Browser:
-    """A browser with a profile of its own, which goes with it."""
+    """A browser with its own profile, which is removed with it."""
 
     def __init__(self):
         self.profile = tempfile.mkdtemp(prefix="tranche-ui-")
@@ -76,7 +76,7 @@ class Browser:
         return self._ask("POST", f"{self.session}/goog/cdp/execute", {"cmd": command, "params": params})
 
     def work(self):
-        """CPU seconds that the page's own thread has worked so far, by kind: what else runs on the machine does not count."""
+        """CPU seconds of the page's own thread so far, by kind: other programs on the machine do not count."""
         self.devtools("Performance.enable", timeDomain="threadTicks")
         metrics = {it["name"]: it["value"] for it in self.devtools("Performance.getMetrics")["metrics"]}
         return {kind: metrics[f"{kind}Duration"] for kind in ("Task", "Script", "Layout", "RecalcStyle")}
@@ -92,12 +92,12 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=features)
 
     def picture(self):
-        """What the page looks like now: PNG in base64."""
+        """A picture of the page: PNG in base64."""
         return self.devtools("Page.captureScreenshot", format="png")["data"]
 
 
 def resident(pid):
-    """MiB of memory that a process has, now and at most."""
+    """MiB of memory of a process, now and at its peak."""
     with open(f"/proc/{pid}/status", encoding="utf-8") as status:
         lines = dict(line.split(":", 1) for line in status)
     return [int(lines[key].split()[0]) // 1024 for key in ("VmRSS", "VmHWM")]

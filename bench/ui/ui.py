@@ -120,9 +120,9 @@ def pictures(args):
             take(f"ui-phone-{theme}")
 
 
-# Pixels for each frame: what a wheel or a finger does at its fastest, and four times as much.
+# Pixels for each frame: the fastest scroll of a wheel or a finger, and four times as much.
 STEPS = (60, 240)
-# Scrolls the page from its top, and tells how long each frame took.
+# Scrolls the page from its top, and returns the time of each frame.
 SCROLL = """
 const done = arguments[0];
 const times = [];
@@ -141,7 +141,7 @@ requestAnimationFrame(frame);
 
 
 def scrolled(browser, step):
-    """Frames while the page scrolls by so many pixels in each."""
+    """Frames while the page scrolls by this many pixels in each."""
     browser.run("window.scrollTo(0, 0)")
     before = browser.work()
     frames = sorted(browser.run_long(SCROLL % step))
@@ -154,7 +154,7 @@ def scrolled(browser, step):
     }
 
 
-# Searches; how many sections are left, and how high the page is in the next frame.
+# Searches; returns the number of sections that are left, and the height of the page in the next frame.
 SEARCH = """
 const done = arguments[0];
 const search = document.getElementById('search');
@@ -165,7 +165,7 @@ requestAnimationFrame(() => done([document.querySelectorAll('.node:not([hidden])
 
 
 def search(browser):
-    """Searches for the last node: what the search hides must leave no room."""
+    """Searches for the last node: hidden sections must not take room."""
     last = browser.run("return [...document.querySelectorAll('.node')].at(-1).dataset.node")
     sections, height = browser.run_long(SEARCH % last)
     most = browser.run("return innerHeight") + 300 * sections
@@ -174,7 +174,7 @@ def search(browser):
 
 
 def scale(args):
-    """What a thousand nodes cost: the server's memory, the time until the page shows them, frames while it scrolls."""
+    """The cost of a thousand nodes: the server's memory, the time until the page shows them, frames while it scrolls."""
     with ExitStack() as stack:
         cluster = stack.enter_context(Cluster(args.profile, args.nodes, args.gpus, args.changes))
         began = time.monotonic()
@@ -186,7 +186,7 @@ def scale(args):
         shown = time.monotonic() - began
         used(browser)
         known = time.monotonic() - began
-        # The use is read again and again, and changes.
+        # The use is read repeatedly, and changes.
         wait_for_curve(browser, 0, args.minutes)
         search(browser)
         scrolls = [scrolled(browser, step) for step in STEPS]
@@ -202,7 +202,7 @@ def scale(args):
 
 
 def top(args):
-    """How long `kubectl tranche top` takes."""
+    """The time of `kubectl tranche top`."""
     with Cluster(args.profile, args.nodes, args.gpus, 0) as cluster:
         command = [PROGRAMS / args.profile / "kubectl-tranche", "top", "--kubeconfig", cluster.kubeconfig]
         times = []
@@ -210,7 +210,7 @@ def top(args):
             began = time.monotonic()
             ended = subprocess.run(command, check=True, capture_output=True, text=True)
             times.append(time.monotonic() - began)
-            # What is missing is told there: nothing may be but the GPUs that the cluster has lost.
+            # The command reports there what is missing: only the lost GPUs of the cluster may be.
             assert "is not shown: nvmlDevice" in ended.stderr, ended.stderr
         worked = resource.getrusage(resource.RUSAGE_CHILDREN)
         print(json.dumps({

@@ -53,7 +53,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// Whether the answer may change when other shares have ended.
+    /// Whether the share may be granted when other shares have ended.
     pub fn may_pass(&self) -> bool {
         let (Self::Memory { problem, .. } | Self::Cores { problem, .. }) = self else {
             return matches!(self, Self::Different { .. });
@@ -64,8 +64,8 @@ impl Refusal {
 
 /// The record of the share for `request`.
 ///
-/// `gpus` are the UUIDs in the driver's order; `existing` is the share of that name, `others` are the
-/// user's other shares in use.
+/// `gpus` are the UUIDs in the driver's order. `existing` is the share with the requested name. `others` are the user's other
+/// shares in use.
 pub fn admit(
     request: &Request,
     gpus: &[String],
@@ -129,8 +129,11 @@ pub fn admit(
 /// The UUID of the requested GPU.
 fn choose<'a>(wanted: Option<&str>, gpus: &'a [String]) -> Result<&'a str, Refusal> {
     let present = || {
-        let listed = gpus.iter().enumerate();
-        let listed: Vec<_> = listed.map(|(i, uuid)| format!("{i} = {uuid}")).collect();
+        let listed: Vec<_> = gpus
+            .iter()
+            .enumerate()
+            .map(|(i, uuid)| format!("{i} = {uuid}"))
+            .collect();
         listed.join(", ")
     };
     match (wanted, gpus) {
@@ -151,7 +154,7 @@ fn choose<'a>(wanted: Option<&str>, gpus: &'a [String]) -> Result<&'a str, Refus
     }
 }
 
-/// An error if the requested sizes are not those of the share.
+/// An error if the request names other sizes than the share has.
 fn same(request: &Request, gpus: &[String], has: &PreparedDevice) -> Result<(), Refusal> {
     let different = |option, wanted: String, has: String| {
         Err(Refusal::Different {
@@ -233,7 +236,7 @@ mod tests {
         ask_where(None, request, existing, others)
     }
 
-    /// On a machine where a context takes `context` bytes, if that was measured.
+    /// Asks on a machine where a context takes `context` bytes, if that was measured.
     fn ask_where(
         context: Option<u64>,
         request: &Request,
@@ -241,8 +244,11 @@ mod tests {
         others: &[Record],
     ) -> Result<Record, String> {
         let description = two_h100();
-        let gpus = description.gpus.iter();
-        let gpus: Vec<_> = gpus.map(|gpu| gpu.uuid.clone()).collect();
+        let gpus: Vec<_> = description
+            .gpus
+            .iter()
+            .map(|gpu| gpu.uuid.clone())
+            .collect();
         let mut inventory = inventory(&description, Path::new("/nowhere"));
         for gpu in &mut inventory.gpus {
             gpu.context_memory = context.map(Quantity::from_bytes);
@@ -251,7 +257,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_has_room_for_a_context_of_the_size_that_the_controller_would_give_it() {
+    fn a_share_gets_the_context_size_that_the_controller_would_give() {
         let context_of = |measured| {
             let record = ask_where(measured, &request("a", 20, 25), None, &[]).unwrap();
             match record.plan.devices[0].cap {

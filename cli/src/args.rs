@@ -90,7 +90,7 @@ impl From<Mode> for ComputeMode {
 pub struct Supervise {
     /// The share's name, for lists of processes.
     pub share: String,
-    /// It runs without a parent that waits for it.
+    /// Whether it runs without a parent that waits for it.
     #[arg(long)]
     pub detached: bool,
 }

@@ -1,5 +1,5 @@
-//! How much memory a CUDA context takes on this machine: as the node plugin measured it, or as the
-//! supervisors of the user's shares did. What they measure holds until the machine is booted.
+//! How much memory a CUDA context takes on this machine, as measured by the node plugin or by the supervisors of the user's
+//! shares. The measured sizes are valid until the machine reboots.
 
 use std::fs;
 use std::io;
@@ -17,10 +17,10 @@ use tranche_node::watchdog::contexts::{ContextSizes, Line, Model};
 
 use crate::shares::CONTEXTS;
 
-/// Where the node plugin keeps what it measured, where it runs on this machine and this user may look.
+/// The file with the node plugin's measured sizes, if it runs on this machine and this user may read it.
 const NODE_PLUGIN: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev/contexts.json";
 
-/// Writes the sizes that are known into an inventory. `shares` is the folder of the user's shares.
+/// Writes the known sizes into an inventory. `shares` is the folder of the user's shares.
 pub fn describe(inventory: &mut Inventory, shares: &Path) {
     let measured = [read(&shares.join(CONTEXTS)), read(Path::new(NODE_PLUGIN))];
     for gpu in &mut inventory.gpus {
@@ -33,14 +33,15 @@ pub fn describe(inventory: &mut Inventory, shares: &Path) {
     }
 }
 
-/// What cannot be read is measured anew.
+/// Reads sizes. Sizes that cannot be read are measured again.
 fn read(path: &Path) -> ContextSizes {
-    let lines = fs::read(path).ok();
-    let lines = lines.and_then(|bytes| serde_json::from_slice::<Vec<Line>>(&bytes).ok());
+    let lines = fs::read(path)
+        .ok()
+        .and_then(|bytes| serde_json::from_slice::<Vec<Line>>(&bytes).ok());
     ContextSizes::from_lines(lines.unwrap_or_default())
 }
 
-/// Measures what the contexts of one share take.
+/// Measures the memory of the contexts of one share.
 #[derive(Debug)]
 pub struct Measuring {
     file: PathBuf,
@@ -53,7 +54,7 @@ pub struct Measuring {
 }
 
 impl Measuring {
-    /// Of the share with this device; `None` where its contexts are not charged.
+    /// Measures the share with this device; `None` where its contexts are not charged.
     pub fn new(device: &PreparedDevice, inventory: &Inventory, shares: &Path) -> Option<Self> {
         let Cap::Share {
             memory,
@@ -86,13 +87,13 @@ impl Measuring {
         &self.gpu
     }
 
-    /// Takes in what the GPU's processes hold, as NVML says, and keeps a size that is new.
+    /// Adds the memory of the GPU's processes as NVML reports it, and writes a size that is new.
     pub fn note(&mut self, account: &Path, processes: &[ProcessMemory]) -> io::Result<()> {
         let sample = self.sample(account, processes);
         if !self.sizes.note(&self.model, &self.gpu, &sample) {
             return Ok(());
         }
-        // Others of the user's measure too: each size is written whole, and the last one stays.
+        // Other supervisors of the user write too: each writes the whole file, and the last one stays.
         let content = serde_json::to_vec(&self.sizes.lines())?;
         let temporary = self.file.with_extension(std::process::id().to_string());
         fs::write(&temporary, content)?;

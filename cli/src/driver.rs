@@ -1,8 +1,7 @@
 //! The paths of the driver's files for a command on this host.
 //!
-//! The host's own driver is where programs search for it. Another driver (of a driver container, a
-//! simulator) is mounted where the host's would be: its libraries in the folder of the C library,
-//! its programs in `/usr/local/bin`.
+//! Programs find the host's own driver where it is. Another driver (of a driver container, a simulator) is mounted where a driver
+//! of the host would be: its libraries in the folder of the C library, its programs in `/usr/local/bin`.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +14,7 @@ const PROGRAMS: &str = "/usr/local/bin";
 
 /// The files of a driver below `root`, with their paths for a command, and the links to make.
 pub fn placed(mut files: DriverFiles, root: &Path) -> (DriverFiles, Vec<Link>) {
-    // The kernel loads the firmware, not the command.
+    // The kernel loads the firmware; the command does not need it.
     files.firmware.clear();
     if root == Path::new("/") {
         return (files, Vec::new());
@@ -86,8 +85,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (placed, links) = placed(files(dir.path()), dir.path());
         let folder = host_libraries().unwrap();
-        let cuda = placed.libraries.iter().find(|l| l.soname == "libcuda.so.1");
-        let cuda = cuda.unwrap();
+        let cuda = placed
+            .libraries
+            .iter()
+            .find(|l| l.soname == "libcuda.so.1")
+            .unwrap();
         assert_eq!(
             Path::new(&cuda.file.container_path),
             folder.join("libcuda.so.535.261.03")

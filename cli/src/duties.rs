@@ -1,8 +1,7 @@
 //! The maintenance of shares in use, which supervisors do here and the plugin on a node.
 //!
-//! Each supervisor sweeps its own share and measures the memory of its contexts. The one that holds
-//! the lock samples the GPU time of all shares of the user, because the shares of one GPU are
-//! granted its time together.
+//! Each supervisor sweeps its own share and measures the memory of its contexts. The one with the lock samples the GPU time of
+//! all shares of the user, because the time of a GPU is divided among all its shares at once.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -36,7 +35,7 @@ struct Sampling {
 }
 
 impl Duties {
-    /// For the share with this account, on GPUs of `nvml`.
+    /// The duties for the share with this account, on GPUs of `nvml`.
     pub fn new(account: PathBuf, nvml: Box<dyn Nvml>, measuring: Option<Measuring>) -> Self {
         Self {
             account,
@@ -48,9 +47,8 @@ impl Duties {
         }
     }
 
-    /// Does what is due; returns the time until the next call. A step that fails is repeated at the
-    /// next call: programs can reclaim memory themselves, and shares that are not sampled have their
-    /// cores.
+    /// Does the steps that are due, and returns the time until the next call. The next call repeats a step that failed: meanwhile
+    /// programs can reclaim memory themselves, and shares that are not sampled keep their cores.
     pub fn turn(&mut self, shares: &Shares) -> Duration {
         if self.due <= Instant::now() {
             self.due = Instant::now() + INTERVAL;

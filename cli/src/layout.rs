@@ -16,11 +16,11 @@ use crate::wire::{Grant, Link};
 /// A file that is mounted at another path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bind {
-    /// On the host.
+    /// The path on the host.
     pub from: PathBuf,
-    /// For the command.
+    /// The path that the command sees.
     pub to: PathBuf,
-    /// Whether it can be written through.
+    /// Whether the command cannot write to it.
     pub read_only: bool,
 }
 
@@ -29,7 +29,7 @@ pub struct Bind {
 pub struct Layout {
     /// Folders to mirror, outer ones first.
     pub mirrors: BTreeSet<PathBuf>,
-    /// A folder of our own, made empty.
+    /// Our own folder, empty at first.
     pub own: PathBuf,
     /// Links to make in mirrors.
     pub links: Vec<Link>,
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_in_a_folder_that_is_missing_is_made_in_the_mirror_of_the_outermost() {
+    fn a_missing_nested_folder_is_made_in_the_outermost_mirror() {
         let layout = plan(
             &grant(&[("/a", "/dev/x/y/z", false)], &[], &["/dev/nvidia7"]),
             &host(&[]),

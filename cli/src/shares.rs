@@ -267,7 +267,7 @@ impl Locked<'_> {
     #[expect(clippy::unused_self, reason = "the shares are locked meanwhile")]
     pub fn leave(&self, membership: Membership) -> Result<Option<Membership>, StateError> {
         let folder = &membership.folder;
-        // At a second call it is gone already.
+        // It does not exist at a second call.
         let _ = fs::remove_file(&membership.command);
         membership.members.unlock().map_err(at(folder))?;
         if membership.members.try_lock().is_err() {
@@ -400,7 +400,7 @@ mod tests {
             .unwrap()
             .create("a", OUR_PID, &record("a"), &[])
             .unwrap();
-        // Its locks end with it, its folder stays.
+        // Its locks end with it, but its folder stays.
         let folder = member.folder().to_owned();
         drop(member);
         assert!(folder.exists());

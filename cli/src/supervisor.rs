@@ -50,7 +50,7 @@ pub fn main(args: &Supervise) -> ExitCode {
     }
 }
 
-/// Starts the supervisor again and ends, because the command must not have an unexpected child.
+/// Starts the supervisor a second time and ends, because the command must not have an unexpected child.
 fn detach(args: &Supervise) -> ExitCode {
     let started = Command::new("/proc/self/exe")
         .args(["supervise", "--detached", &args.share])
@@ -92,13 +92,13 @@ fn serve() -> io::Result<()> {
 
 /// A granted share.
 #[derive(Debug)]
-struct Held {
+struct GrantedShare {
     shares: Shares,
     membership: Membership,
     duties: Duties,
 }
 
-fn grant(request: &Request) -> Result<(Grant, Held), String> {
+fn grant(request: &Request) -> Result<(Grant, GrantedShare), String> {
     let text = |e: &dyn std::error::Error| e.to_string();
     let root = &request.driver_root;
     let (opened, description) = describe(root)?;
@@ -137,7 +137,7 @@ fn grant(request: &Request) -> Result<(Grant, Held), String> {
     let measuring = Measuring::new(device, &inventory, shares.base());
     Ok((
         grant,
-        Held {
+        GrantedShare {
             shares,
             membership,
             duties: Duties::new(account, opened.nvml, measuring),
@@ -273,7 +273,7 @@ fn files(request: &Request, record: &Record) -> Result<Vec<(PathBuf, Vec<u8>, u3
     Ok(files)
 }
 
-impl Held {
+impl GrantedShare {
     /// Maintains the share until the command and its remaining processes have ended, or other
     /// members of the share do so.
     fn look_after(mut self, command: &OwnedFd) {

@@ -62,7 +62,7 @@ impl Machine {
         }
     }
 
-    /// The kit's own arguments for these parts; all where there are none.
+    /// The kit's arguments for these parts; for all parts if `parts` is empty.
     fn arguments(&self, parts: &str) -> Vec<String> {
         let run = kit().join("bench/gpu/run");
         let (root, results) = (self.node.root(), self.results.path());
@@ -89,9 +89,11 @@ impl Machine {
     }
 
     fn start(&self, parts: &str) -> Child {
-        let mut command = command(&self.arguments(parts));
-        let command = command.stdout(Stdio::null()).stderr(Stdio::null());
-        command.spawn().unwrap()
+        command(&self.arguments(parts))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
     }
 
     /// The only result, if there is one yet.
@@ -128,8 +130,8 @@ impl Machine {
     }
 }
 
-/// The kit with its own `/run`: the simulated GPUs of all machines have the same UUIDs, so that shares on them,
-/// which are in `/run`, would add up.
+/// The kit with its own `/run`: the simulated GPUs of all machines have the same UUIDs, so the shares of all kits in one `/run`
+/// would add up.
 fn command(arguments: &[String]) -> Command {
     let script = "mount -t tmpfs x /run && exec \"$@\"";
     let mut command = Command::new("unshare");
@@ -203,7 +205,7 @@ fn every_part_runs_on_the_simulated_machine() {
     assert_eq!(table, machine.table(), "what is printed is what is written");
 }
 
-/// A framework that the Python has: real numba, from the simulator's client environment.
+/// An installed framework: real numba, from the simulator's client environment.
 #[test]
 #[ignore = "needs the kit: `make e2e` runs it"]
 fn an_installed_framework_is_filled_to_the_cap() {
@@ -302,7 +304,7 @@ fn an_ended_or_killed_run_keeps_its_results_and_frees_the_gpu() {
     }
 }
 
-/// Several runs are joined into one result; of a part that ran twice, the later result is kept.
+/// Several runs are joined into one result. If a part ran twice, its later result is kept.
 #[test]
 #[ignore = "needs the kit: `make e2e` runs it"]
 fn results_of_several_runs_are_joined() {
@@ -333,8 +335,7 @@ fn results_of_several_runs_are_joined() {
     assert_eq!(files(to.path()).len(), 2);
 }
 
-/// Without CAP_SYS_ADMIN and user namespaces no mount can be made: parts that need a share report why they are
-/// absent.
+/// Without CAP_SYS_ADMIN and user namespaces no mounts are possible: parts that need a share report why they are absent.
 #[test]
 #[ignore = "needs the kit: `make e2e` runs it"]
 fn without_mounts_the_parts_without_a_share_run() {
@@ -361,7 +362,7 @@ fn without_mounts_the_parts_without_a_share_run() {
     }
 }
 
-/// A driver that is in `/usr/local/nvidia` alone, as on rented machines and on GKE: found, and capped.
+/// A driver that is only in `/usr/local/nvidia`, as on rented machines and on GKE, is found and capped.
 #[test]
 #[ignore = "needs the kit: `make e2e` runs it"]
 fn a_driver_in_usr_local_nvidia_is_found() {

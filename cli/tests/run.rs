@@ -22,7 +22,7 @@ struct Machine {
     node: Node,
     /// Programs and shim, where every user can read them.
     ours: tempfile::TempDir,
-    // The simulated GPUs of all machines have the same UUIDs, so that shares on them add up.
+    // The simulated GPUs of all machines have the same UUIDs, so shares of all machines add up.
     _one_at_a_time: MutexGuard<'static, ()>,
 }
 
@@ -65,7 +65,7 @@ impl Machine {
         self.ours.path().join(name)
     }
 
-    /// `tranche run` with these options, of GPU 0, for a command that is still to be added.
+    /// `tranche run` with these options on GPU 0; the caller adds the command.
     fn run(&self, options: &[&str]) -> Command {
         let mut command = Command::new(self.ours("tranche"));
         command
@@ -96,7 +96,7 @@ impl Machine {
     }
 }
 
-/// Built with the tests of the shim.
+/// The program of the shim's tests.
 fn probe() -> PathBuf {
     let path = tranche_shim_tests::probe_path();
     assert!(
@@ -237,7 +237,7 @@ fn the_command_is_the_process_that_was_started() {
     kill(child.id(), rustix::process::Signal::INT);
     drop(input);
     line.clear();
-    // To the end of the pipe: the supervisor does not hold it.
+    // The read ends because the supervisor does not keep the pipe open.
     std::io::Read::read_to_string(&mut output, &mut line).unwrap();
     assert_eq!(line, "caught\n");
     assert_eq!(child.wait().unwrap().code(), Some(3));
@@ -321,7 +321,7 @@ fn every_share_is_granted_its_gpu_time() {
             spent += 5_000_000;
             if let Ok(account) = fs::File::options().write(true).open(pages.join("account")) {
                 let words = [spent.to_le_bytes(), spent.to_le_bytes()].concat();
-                // Position and spent.
+                // The words `position` and `spent`.
                 std::os::unix::fs::FileExt::write_all_at(&account, &words, 384).unwrap();
             }
             let page = fs::read(pages.join("cap")).unwrap_or_default();
@@ -466,9 +466,9 @@ fn a_user_without_rights_can_have_shares() {
         "{}",
         text(&ran.stderr)
     );
-    let mut probe = machine.run(&["--memory", "3Gi"]);
-    probe.arg(machine.ours("tranche-shim-probe")).arg("name");
-    let mut probe = Probe::by(&mut as_nobody(probe));
+    let mut command = machine.run(&["--memory", "3Gi"]);
+    command.arg(machine.ours("tranche-shim-probe")).arg("name");
+    let mut probe = Probe::by(&mut as_nobody(command));
     probe.must("init");
     probe.must("primary 0");
     assert_eq!(probe.ask(&format!("alloc {}", 3 * GIB + 1)).code, 2);
@@ -490,7 +490,7 @@ fn a_run_changes_nothing_on_the_host() {
     };
     let listings = || ["/etc", "/usr/lib", "/usr/local/bin", "/run", "/dev"].map(listing);
     let before = listings();
-    // In a mount namespace that does not see what other tests mount meanwhile, but all that a run would leave.
+    // In a mount namespace that does not see the mounts of other tests, but would see all that a run leaves behind.
     let mut run = machine.run(&["--memory", "1Gi"]);
     run.args(["ls", "/usr/lib/tranche", "/etc/ld.so.preload"]);
     let script = r#"

@@ -1,4 +1,4 @@
-// Returns what a person with other eyes, or without a mouse, would stumble over on this page: a line for each.
+// Returns a line for each accessibility problem of this page.
 const problems = [];
 const isShown = (it) => it.checkVisibility({ visibilityProperty: true }) && !it.closest('.unseen, .skip');
 const name = (it) => `<${it.tagName.toLowerCase()}${it.id ? ` id=${it.id}` : ''}${it.className && typeof it.className === 'string' ? ` class="${it.className}"` : ''}> ${it.textContent.trim().slice(0, 40)}`;

@@ -74,7 +74,7 @@ def pool():
 
 
 def vmm():
-    """What expandable segments do: the handle is released while it is mapped."""
+    """Works as expandable segments do: the handle is released while it is mapped."""
     properties = here(driver.CUmemAllocationProp())
     properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
 
@@ -182,7 +182,7 @@ def fill(take, give):
 
 OF_THE_DRIVER = [alloc, managed, pitch, stream_ordered, pool, vmm, array, graph]
 FAMILIES = {"cuda12": [*OF_THE_DRIVER, numba], "cuda13": [*OF_THE_DRIVER, core]}
-# numba gives back later, and cuda-core's pool keeps all for itself.
+# numba frees memory later, and cuda-core's pool keeps all memory.
 KEEPING = {numba, core}
 
 

@@ -25,12 +25,12 @@ pub async fn token(
     name: &str,
     pod: Option<&Pod>,
 ) -> anyhow::Result<String> {
-    let mut request = json!({"spec": {"audiences": [], "expirationSeconds": 600}});
+    let mut object = json!({"spec": {"audiences": [], "expirationSeconds": 600}});
     if let Some(pod) = pod {
-        request["spec"]["boundObjectRef"] =
+        object["spec"]["boundObjectRef"] =
             json!({"apiVersion": "v1", "kind": "Pod", "name": pod.name_any(), "uid": pod.uid()});
     }
-    let request: TokenRequest = serde_json::from_value(request)?;
+    let request: TokenRequest = serde_json::from_value(object)?;
     let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), namespace);
     let answer = accounts
         .create_token_request(name, &PostParams::default(), &request)

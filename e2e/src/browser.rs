@@ -19,7 +19,7 @@ use url::{ParseError, Url};
 
 use crate::wait::{self, Limit};
 
-/// A container has no sandbox and no GPU, and nothing of the test leaves the machine.
+/// A container has no sandbox and no GPU, and the test sends nothing to other machines.
 const FLAGS: [&str; 9] = [
     "--headless",
     "--no-sandbox",
@@ -32,7 +32,7 @@ const FLAGS: [&str; 9] = [
     "--disable-dev-shm-usage",
 ];
 
-/// Frames that a page draws in a second at least, on a machine that has time for it. On one that has not, a limit is longer.
+/// The fewest frames that a page draws in a second. A machine too busy for that gets longer limits.
 const FRAMES: u64 = 30;
 
 /// A browser with one page and a profile of its own.
@@ -43,13 +43,13 @@ pub struct Browser {
     _profile: TempDir,
 }
 
-/// chromedriver. It leads a process group, in which Chromium is, too: a test that fails leaves neither behind.
+/// chromedriver. It leads a process group that includes Chromium, so that a failed test leaves neither behind.
 #[derive(Debug)]
 struct Driver(Child);
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        // Chromedriver was not waited for, so that its id is still its own.
+        // Nobody has waited for chromedriver, so its process ID is still valid.
         let id = self.0.id().and_then(|id| Pid::from_raw(id.cast_signed()));
         if let Some(id) = id {
             let _ = kill_process_group(id, Signal::KILL);
@@ -57,7 +57,7 @@ impl Drop for Driver {
     }
 }
 
-/// How a page is looked at.
+/// The size and theme of a page.
 #[derive(Clone, Copy, Debug)]
 pub struct View {
     /// Pixels.
@@ -68,7 +68,7 @@ pub struct View {
     pub is_dark: bool,
 }
 
-/// A command of Chromium's WebDriver beside the standard.
+/// A command that only Chromium's WebDriver has.
 #[derive(Debug)]
 struct Vendor {
     path: &'static str,
@@ -112,12 +112,12 @@ impl Browser {
         let profile = tempfile::tempdir()?;
         let folder = format!("--user-data-dir={}", profile.path().display());
         let arguments: Vec<&str> = FLAGS.into_iter().chain([folder.as_str()]).collect();
-        let wanted = json!({
+        let capabilities = json!({
             "browserName": "chrome",
             "goog:chromeOptions": {"args": arguments},
             "goog:loggingPrefs": {"browser": "ALL"},
         });
-        let wanted = wanted.as_object().cloned().unwrap_or_default();
+        let wanted = capabilities.as_object().cloned().unwrap_or_default();
         let client = ClientBuilder::new(HttpConnector::new())
             .capabilities(wanted)
             .connect(&format!("http://127.0.0.1:{port}"))
@@ -137,15 +137,18 @@ impl Browser {
         Ok(self.client.goto(url).await?)
     }
 
-    /// What a script returns: the body of a function.
+    /// The result of a script, which is the body of a function.
     pub async fn evaluate<T: DeserializeOwned>(&self, script: &str) -> anyhow::Result<T> {
-        let value = self.client.execute(script, Vec::new()).await;
-        let value = value.with_context(|| script.to_owned())?;
+        let value = self
+            .client
+            .execute(script, Vec::new())
+            .await
+            .with_context(|| script.to_owned())?;
         serde_json::from_value(value).with_context(|| script.to_owned())
     }
 
-    /// The first value of a script that is neither false nor empty, looked at before each frame of the page; an error after `limit`, and
-    /// after the frames of so long a time.
+    /// Runs a script before each frame of the page until its value is neither false nor empty, and returns that value. Fails when
+    /// `limit` is over and the page has drawn the frames of that time.
     pub async fn wait_for<T: DeserializeOwned>(
         &self,
         what: &str,
@@ -174,7 +177,7 @@ impl Browser {
         Ok(serde_json::from_value(value.take())?)
     }
 
-    /// Presses a key where the focus is.
+    /// Presses a key on the focused element.
     pub async fn press(&self, key: Key) -> anyhow::Result<()> {
         let value = char::from(key);
         let press = KeyActions::new("keyboard".into())
@@ -207,14 +210,19 @@ impl Browser {
         Ok(self.client.issue_cmd(command).await?)
     }
 
-    /// What the page and the browser wrote to the console as warnings and errors since the last call.
+    /// The warnings and errors that the page and the browser wrote to the console since the last call.
     pub async fn complaints(&self) -> anyhow::Result<Vec<String>> {
         let command = Vendor {
             path: "se/log",
             body: json!({"type": "browser"}),
         };
-        let entries = self.client.issue_cmd(command).await?;
-        let entries = entries.as_array().cloned().unwrap_or_default();
+        let entries = self
+            .client
+            .issue_cmd(command)
+            .await?
+            .as_array()
+            .cloned()
+            .unwrap_or_default();
         let bad = entries
             .iter()
             .filter(|it| it["level"] == "SEVERE" || it["level"] == "WARNING");

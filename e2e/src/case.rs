@@ -29,15 +29,15 @@ use crate::{diagnosis, record, wait};
 pub struct Case {
     /// A client with the administrator's rights.
     pub client: Client,
-    /// The node of the test's pods: the first one with GPUs, or the one that `TRANCHE_E2E_NODE` names; of a test on one node,
-    /// the one that is free.
+    /// The node of the test's pods: the first one with GPUs, or the one that `TRANCHE_E2E_NODE` names; for a test on one node, the
+    /// free one.
     pub node: Node,
     /// Its GPUs, by PCI address.
     pub gpus: Vec<Gpu>,
     extent: Extent,
     /// The other nodes with GPUs, if the test has the whole cluster.
     others: Vec<GpuNode>,
-    /// The test's node, and the other ones, as far as they have a machine.
+    /// The test's node and the other ones that have a machine.
     nodes: Vec<Node>,
     suffix: String,
     found: Fingerprint,
@@ -47,12 +47,12 @@ pub struct Case {
     _turn: Option<Turn>,
 }
 
-/// What a test has for itself.
+/// The part of the cluster that a test has for itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Extent {
     Cluster,
     Node,
-    /// A node that is made for it, without a machine. All else is the other tests' too.
+    /// A node that is made for it, without a machine. It shares everything else with other tests.
     HollowNode,
 }
 
@@ -75,20 +75,20 @@ impl fmt::Debug for Case {
     }
 }
 
-/// Runs a test alone on the cluster. Whether it passes or fails, its objects are removed, and
-/// afterwards the nodes must have no file of a claim.
+/// Runs a test alone on the cluster. Whether it passes or fails, its objects are removed. After that, the nodes must have no
+/// file of a claim.
 pub fn run(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Result<()> {
     within(Extent::Cluster, test)
 }
 
-/// Runs a test like [`run`], alone on one node, beside tests on the other nodes. Its pods run on this node, its policies are for
-/// the node's GPUs. It must not change or count anything that belongs to no node, nor measure times.
+/// Runs a test like [`run`], but alone on one node, beside tests on the other nodes. Its pods run on this node, and its policies
+/// apply to the node's GPUs. It must not change or count objects that belong to no node, and must not measure times.
 pub fn run_on_a_node(test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>) -> anyhow::Result<()> {
     within(Extent::Node, test)
 }
 
-/// Runs a test on a node of its own that is made for it and has no machine (`e2e/api`), beside any others. Its pods say that they run, and
-/// nothing runs.
+/// Runs a test on a new node of its own without a machine (`e2e/api`), beside any other tests. The status of its pods says that
+/// they run, but no program runs.
 pub fn run_on_a_hollow_node(
     test: impl AsyncFnOnce(&Case) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
@@ -145,14 +145,16 @@ impl Case {
             }
         };
         unused(&client, name.as_deref()).await?;
-        // As they are now: the test before this one may have changed its node.
-        let mut nodes = gpu_nodes(&client).await?;
+        // Read now, because the test before this one may have changed its node.
+        let mut in_order = gpu_nodes(&client).await?;
         if let Some(name) = name {
-            nodes.retain(|node| node.name_any() == name);
+            in_order.retain(|node| node.name_any() == name);
         }
-        let mut nodes = nodes.into_iter();
-        let first = nodes.next().context("the cluster has no node with GPUs")?;
-        let others: Vec<_> = nodes.collect();
+        let mut remaining = in_order.into_iter();
+        let first = remaining
+            .next()
+            .context("the cluster has no node with GPUs")?;
+        let others: Vec<_> = remaining.collect();
         // Another test left it cordoned.
         schedulable(&client, &first.name_any(), true).await?;
         for other in &others {
@@ -174,7 +176,7 @@ impl Case {
             undos: Mutex::default(),
             _turn: Some(turn),
         };
-        // What used the cluster before the suite may have ended a moment ago.
+        // A user of the cluster before the suite may have ended only just now.
         for node in &case.nodes {
             node.no_claim_files(wait::USUAL).await?;
             node.no_gpu_records().await?;
@@ -191,7 +193,7 @@ impl Case {
         Fingerprint::of(&self.client, &self.nodes, objects).await
     }
 
-    /// Says that the test does not leave everything as it found it: lines of the fingerprint that begin with `what` may differ.
+    /// Allows the test to leave changes: lines of the fingerprint that begin with `what` may differ.
     pub fn changes(&self, what: &'static str) {
         let mut changes = self.changes.lock().unwrap_or_else(PoisonError::into_inner);
         changes.push(what);
@@ -253,7 +255,7 @@ impl Case {
             .collect()
     }
 
-    /// Lets pods onto a second node with GPUs until the test ends.
+    /// Allows pods on a second node with GPUs until the test ends.
     pub async fn second_node(&self) -> anyhow::Result<(Node, Vec<Gpu>)> {
         ensure!(
             self.extent == Extent::Cluster,
@@ -271,7 +273,7 @@ impl Case {
         Ok((self.nodes[1].clone(), gpus(second)?))
     }
 
-    /// The GPUs that the test's policies are for: all, or those of its only node.
+    /// The GPUs to which the test's policies apply: all, or those of its only node.
     #[must_use]
     pub(crate) fn policy_gpus(&self) -> Option<Vec<&str>> {
         let uuids = || self.gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
@@ -288,7 +290,7 @@ impl Case {
             .await
             .with_context(|| format!("creating the namespace {name}"))?;
         self.remember(&name, Until::Emptied);
-        // Without it no pod is admitted.
+        // No pod is admitted without it.
         let accounts: Api<ServiceAccount> = Api::namespaced(self.client.clone(), &name);
         let found = |account: Option<&ServiceAccount>| account.map(drop);
         wait::for_one(
@@ -306,7 +308,7 @@ impl Case {
         })
     }
 
-    /// Removes the namespace `name`, which is made elsewhere, after the test.
+    /// Removes the namespace `name` after the test; somebody else makes it.
     pub fn adopt(&self, name: &str) -> Namespace {
         self.remember(name, Until::Gone);
         Namespace::new(self.client.clone(), name.to_owned())
@@ -322,18 +324,18 @@ impl Case {
     /// The name of the device under which `gpu` is offered in the tier `isolation`.
     pub async fn device(&self, gpu: &Gpu, isolation: &str) -> anyhow::Result<String> {
         let fields = format!("spec.driver={DRIVER}");
-        let slices: Api<ResourceSlice> = Api::all(self.client.clone());
-        let slices = slices.list(&ListParams::default().fields(&fields)).await?;
+        let api: Api<ResourceSlice> = Api::all(self.client.clone());
+        let slices = api.list(&ListParams::default().fields(&fields)).await?;
         let mut devices = slices
             .items
             .iter()
             .flat_map(|s| s.spec.devices.iter().flatten());
-        let device = devices.find(|device| {
-            text(device, attribute::UUID) == Some(&gpu.uuid)
-                && text(device, attribute::ISOLATION) == Some(isolation)
-        });
-        let device =
-            device.with_context(|| format!("{} is not offered as {isolation}", gpu.uuid))?;
+        let device = devices
+            .find(|device| {
+                text(device, attribute::UUID) == Some(&gpu.uuid)
+                    && text(device, attribute::ISOLATION) == Some(isolation)
+            })
+            .with_context(|| format!("{} is not offered as {isolation}", gpu.uuid))?;
         Ok(device.name.clone())
     }
 
@@ -380,7 +382,7 @@ impl Case {
         }
     }
 
-    /// Deletes the test's objects and then its nodes. Nothing waits for them: no other test has these names or nodes.
+    /// Deletes the test's objects and then its nodes, without waiting: no other test uses these names or nodes.
     async fn finish_hollow(self) -> anyhow::Result<()> {
         let namespaces: Api<CoreNamespace> = Api::all(self.client.clone());
         for (name, _) in self.namespaces() {
@@ -421,14 +423,14 @@ impl Case {
     }
 }
 
-/// What makes a test's names unique.
+/// The suffix that makes a test's names unique.
 fn suffix() -> String {
     let unique = uuid::Uuid::new_v4().simple().to_string();
     unique[..6].to_owned()
 }
 
-/// Removes the namespace; waits for its pods and claims, because the next test needs their GPUs. In a namespace that is being
-/// deleted a Deployment makes no pods anew.
+/// Removes the namespace, and waits for its pods and claims, because the next test needs their GPUs. A Deployment makes no new pods
+/// in a namespace that is being deleted.
 async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()> {
     let namespaces: Api<CoreNamespace> = Api::all(client.clone());
     let pods: Api<Pod> = Api::namespaced(client.clone(), name);
@@ -440,7 +442,7 @@ async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()>
         other => other.map(drop)?,
     }
     pods.delete_collection(&now, &all).await?;
-    // Before the pods are gone: if that takes too long, the next test waits for a claim that is being deleted.
+    // Deleted before the pods are gone: if those take too long, the next test waits for claims that are being deleted.
     claims.delete_collection(&now, &all).await?;
     wait::for_none(pods, any(), "no more pods", wait::TRIED_AGAIN).await?;
     wait::for_none(claims, any(), "no more claims", wait::USUAL).await?;
@@ -459,8 +461,8 @@ async fn remove(client: &Client, name: &str, until: Until) -> anyhow::Result<()>
     }
 }
 
-/// Nothing else may hold GPUs, or those of `node`, because many tests depend on the last free one. Waits for claims that
-/// are being deleted.
+/// Checks that no other claim has GPUs, or GPUs of `node`, because many tests depend on the last free one. Waits for claims that are
+/// being deleted.
 async fn unused(client: &Client, node: Option<&str>) -> anyhow::Result<()> {
     let claims: Api<ResourceClaim> = Api::all(client.clone());
     claims
@@ -498,7 +500,7 @@ fn holds(claim: &ResourceClaim, node: Option<&str>) -> bool {
         .any(|result| result.driver == DRIVER && node.is_none_or(|node| result.pool == pool(node)))
 }
 
-/// The nodes that a test on one node can have: the one that `TRANCHE_E2E_NODE` names, or all.
+/// The nodes for a test on one node: the one that `TRANCHE_E2E_NODE` names, or all.
 async fn names_for_one(client: &Client) -> anyhow::Result<Vec<String>> {
     if let Ok(wanted) = std::env::var("TRANCHE_E2E_NODE") {
         return Ok(vec![wanted]);
@@ -510,8 +512,8 @@ async fn names_for_one(client: &Client) -> anyhow::Result<Vec<String>> {
 
 /// The nodes with GPUs, by name, the one that `TRANCHE_E2E_NODE` names first.
 async fn gpu_nodes(client: &Client) -> anyhow::Result<Vec<GpuNode>> {
-    let nodes: Api<GpuNode> = Api::all(client.clone());
-    let mut nodes = nodes
+    let api: Api<GpuNode> = Api::all(client.clone());
+    let mut nodes = api
         .list(&ListParams::default())
         .await
         .context("listing GpuNodes: is the chart installed?")?
@@ -543,7 +545,7 @@ fn gpus(node: &GpuNode) -> anyhow::Result<Vec<Gpu>> {
     Ok(gpus)
 }
 
-/// Whether the scheduler may use the node. Most tests depend on the last GPU of one node, so the others are cordoned.
+/// Sets whether the scheduler may use the node. Most tests depend on the last GPU of one node, so the others are cordoned.
 async fn schedulable(client: &Client, node: &str, may: bool) -> anyhow::Result<()> {
     let nodes: Api<CoreNode> = Api::all(client.clone());
     let patch = Patch::Merge(serde_json::json!({"spec": {"unschedulable": !may}}));

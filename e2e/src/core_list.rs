@@ -52,7 +52,7 @@ fn every_tier_is_in_the_core() {
     }
 }
 
-/// Of the tests that a section of SPECIFICATION.md names for its promises, the core has one at least.
+/// For each section of SPECIFICATION.md, the core has at least one of the tests that the section names.
 #[test]
 fn every_section_of_promises_is_in_the_core() {
     let core = core();

@@ -12,8 +12,7 @@ use crate::node::Node;
 
 const LOG_LINES: i64 = 40;
 
-/// Prints the namespaces' pods, claims and events, and the logs of Tranche's own pods. Without a node there is no kubelet to ask
-/// for logs.
+/// Prints the namespaces' pods, claims and events, and the logs of Tranche's own pods. Without a node no kubelet has logs.
 pub async fn print(client: &Client, node: Option<&Node>, namespaces: &[String]) {
     let mut text = String::from("--- what there was when the test failed\n");
     for namespace in namespaces {

@@ -50,11 +50,10 @@ pub async fn run(
         .exec(name, command.iter().copied(), &params)
         .await
         .with_context(context)?;
-    let status = process.take_status();
-    let (stdout, stderr) = (process.stdout(), process.stderr());
-    let (stdout, stderr, status) =
-        tokio::join!(all(stdout), all(stderr), OptionFuture::from(status));
-    let status = status
+    let end = process.take_status();
+    let (output, errors) = (process.stdout(), process.stderr());
+    let (stdout, stderr, ended) = tokio::join!(all(output), all(errors), OptionFuture::from(end));
+    let status = ended
         .flatten()
         .ok_or_else(|| anyhow!("no exit status"))
         .with_context(context)?;

@@ -1,4 +1,4 @@
-//! What a test leaves as it found it: its nodes, and of the cluster what it may change.
+//! The state that a test must not change: that of its nodes, and the objects of the cluster that it may touch.
 
 use std::collections::BTreeSet;
 
@@ -20,12 +20,12 @@ use crate::wait::Watched;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Fingerprint(BTreeSet<String>);
 
-/// The objects of no node that a test answers for.
+/// The objects without a node that a test must leave unchanged.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Objects<'a> {
-    /// All: the test has the cluster alone.
+    /// All objects: the test has the cluster alone.
     All,
-    /// Those of its own, which have this in their names: other tests run beside it.
+    /// Its own objects, whose names contain this text: other tests run beside it.
     Named(&'a str),
 }
 
@@ -45,11 +45,12 @@ impl Fingerprint {
         let machines: Api<CoreNode> = Api::all(client.clone());
         for node in machines.list(&all).await? {
             let spec = node.spec.clone().unwrap_or_default();
-            let labels = node
+            let labels: Vec<_> = node
                 .labels()
                 .keys()
-                .filter(|key| key.contains("tranche.dev"));
-            let labels: Vec<_> = labels.cloned().collect();
+                .filter(|key| key.contains("tranche.dev"))
+                .cloned()
+                .collect();
             if is_on_them(Some(&node.name_any())) {
                 let is_cordoned = spec.unschedulable == Some(true);
                 lines.insert(format!(
@@ -80,7 +81,7 @@ impl Fingerprint {
         Ok(Self(lines))
     }
 
-    /// What is here and not in `now`, and the other way round, apart from lines that begin with a text of `changed`.
+    /// The lines that are only here or only in `now`, except lines that begin with a text of `changed`.
     pub(crate) fn differences(&self, now: &Self, changed: &[&str]) -> Vec<String> {
         let differ = |one: &Self, other: &Self, sign| {
             let lines = one.0.difference(&other.0);
@@ -93,7 +94,7 @@ impl Fingerprint {
     }
 }
 
-/// Adds a line for each object of a kind, with what its writers have specified.
+/// Adds a line for each object of a kind, with its specified content.
 async fn add<K>(
     lines: &mut BTreeSet<String>,
     client: &Client,

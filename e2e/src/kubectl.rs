@@ -7,10 +7,10 @@ use anyhow::{Context, ensure};
 use serde_json::Value;
 use tokio::process::Command;
 
-/// What `kubectl tranche` wrote.
+/// The output of `kubectl tranche`.
 #[derive(Debug)]
 pub struct Written {
-    /// Whether it ended with 0.
+    /// Whether its exit code was 0.
     pub is_success: bool,
     /// Standard output.
     pub stdout: String,
@@ -18,7 +18,7 @@ pub struct Written {
     pub stderr: String,
 }
 
-/// The plugin that `TRANCHE_KUBECTL` names, or that of this checkout, compiled with the suite.
+/// The plugin that `TRANCHE_KUBECTL` names, or this checkout's, which is compiled with the suite.
 pub fn binary() -> anyhow::Result<PathBuf> {
     if let Some(named) = std::env::var_os("TRANCHE_KUBECTL") {
         return Ok(named.into());

@@ -6,10 +6,9 @@
 //!      └─ afterwards: diagnosis if it failed, everything removed, a check that all is as it was before
 //! ```
 //!
-//! The tests are in `tests/suite/`, a file for each subject. They need the cluster of `make
-//! cluster-up`, by `KUBECONFIG`, and exclusive use of its GPUs. A test runs alone, or beside tests that use other nodes
-//! (`run_on_a_node`). Tests wait by watches and do not sleep. Those of `e2e/api` use this library, too: they need no node
-//! (`run_on_a_hollow_node`).
+//! The tests are in `tests/suite/`, a file for each subject. They need the cluster of `make cluster-up`, which `KUBECONFIG` names,
+//! and exclusive use of its GPUs. A test runs alone, or beside tests on other nodes (`run_on_a_node`). Tests wait with watches and do
+//! not sleep. The tests of `e2e/api`, which need no node, use this library, too (`run_on_a_hollow_node`).
 #![forbid(unsafe_code)]
 
 pub mod account;

@@ -1,7 +1,7 @@
-//! All time limits of the suite, in seconds of the pulse (`pulse.rs`): what a busy machine needs counts more than it has.
+//! All time limits of the suite, in seconds of the pulse (`pulse.rs`), which are longer on a busy machine.
 //!
-//! A test says that something happens, and waits for it up to [`USUAL`]. How fast it happens is another test's: a benchmark's, or a
-//! unit test's in paused time; here are the few promises of SPECIFICATION.md that only a cluster shows.
+//! Most tests check that something happens, and wait for it up to [`USUAL`]. Benchmarks and unit tests in paused time check how fast
+//! it happens. The other limits are promises of SPECIFICATION.md that only a cluster shows.
 
 use std::time::Duration;
 
@@ -11,30 +11,31 @@ pub struct Limit {
     seconds: u64,
 }
 
-/// It happens.
+/// For all that must happen.
 pub const USUAL: Limit = Limit::of(60);
-/// What the kubelet tries a second time: that takes it more than a minute.
+/// For steps that the kubelet tries a second time, which takes more than a minute.
 pub const TRIED_AGAIN: Limit = Limit::of(180);
-/// Dozens of pods start or end on two cores.
+/// For dozens of pods that start or end on two cores.
 pub const BURST: Limit = Limit::of(180);
 
 /// The page shows what the API server has.
 pub const LIVE: Limit = Limit::of(2);
-/// After a registration the slices are there again.
+/// The slices exist again after a registration.
 pub const REPUBLISHED: Limit = Limit::of(5);
-/// A deleted slice or GpuNode is there again.
+/// A deleted slice or GpuNode exists again.
 pub const HEALED: Limit = Limit::of(10);
 /// The usage API is served without the replica that was killed.
 pub const SERVED_AGAIN: Limit = Limit::of(15);
-/// The kubelet deletes the slices of a plugin that is gone: 30 s after its connection closed, and some more.
+/// The kubelet deletes the slices of a plugin that is gone, at least 30 s after its connection closed.
 pub const WIPED: Limit = Limit::of(45);
 
-/// So long nobody may write a slice of a plugin that is gone: with the 30 s before, the node has no plugin for more than 40 s.
+/// The time in which nobody may write a slice of a plugin that is gone: with the 30 s before, the node has no plugin for more than
+/// 40 s.
 pub const STILL_AWAY: Limit = Limit::of(11);
-/// So long nobody may write where nothing changes.
+/// The time in which nobody may write if nothing changes.
 pub const QUIET: Limit = Limit::of(15);
 
-/// A test that is still waiting after so many times its limit ends: the machine, or the API server, does not come back.
+/// A wait ends after this many times its limit by the clock: then the machine or the API server does not recover.
 const CEILING: u32 = 10;
 
 impl Limit {
@@ -42,13 +43,13 @@ impl Limit {
         Self { seconds }
     }
 
-    /// By the pulse.
+    /// The limit by the pulse.
     #[must_use]
     pub const fn seconds(self) -> u64 {
         self.seconds
     }
 
-    /// By the clock, whatever the machine does.
+    /// The limit by the clock, whatever the machine does.
     #[must_use]
     pub fn ceiling(self) -> Duration {
         Duration::from_secs(self.seconds) * CEILING

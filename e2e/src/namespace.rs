@@ -34,7 +34,7 @@ impl fmt::Debug for Namespace {
 pub enum Source<'a> {
     /// A claim that exists.
     Claim(&'a str),
-    /// A template, of which the pod gets a claim of its own.
+    /// A template from which the pod gets its own claim.
     Template(&'a str),
 }
 
@@ -47,7 +47,7 @@ impl Namespace {
         }
     }
 
-    /// Its pods run on this node.
+    /// Sets the node of its pods.
     pub(crate) fn on_node(mut self, node: &str) -> Self {
         self.node = Some(node.to_owned());
         self
@@ -101,7 +101,7 @@ impl Namespace {
         self.pod_from(manifest(name, sources, command)).await
     }
 
-    /// Makes a pod of a manifest.
+    /// Makes a pod from a manifest.
     pub async fn pod_from(&self, mut manifest: Value) -> anyhow::Result<PodHandle> {
         if let Some(node) = &self.node {
             manifest["spec"]["nodeSelector"]["kubernetes.io/hostname"] = json!(node);

@@ -25,9 +25,9 @@ const PLUGIN: &str = "$(pgrep -f '^/usr/bin/tranche-kubelet-plugin')";
 /// Our folder below the kubelet's: sockets, journals, files that are mounted into containers.
 pub const PLUGIN_DIR: &str = "/var/lib/kubelet/plugins/gpu.tranche.dev";
 
-/// A script that kills the processes of the containers whose id begins with `id`, whichever runtime made them. CRI-O's
-/// monitors of containers (`crio-conmon-…`) live: without one CRI-O waits seconds for its word each time that it is asked, and may take the
-/// container for one that runs.
+/// A script that kills the processes of the containers whose ID begins with `id`, for both runtimes. CRI-O's container monitors
+/// (`crio-conmon-…`) survive: without its monitor, CRI-O waits seconds at each request about a container, and may report that it
+/// runs.
 #[must_use]
 pub fn kill_containers(id: &str) -> String {
     format!(
@@ -66,7 +66,7 @@ impl Node {
     /// Runs a shell script as root on the node, one at a time, and returns its output.
     pub async fn shell(&self, script: &str) -> anyhow::Result<String> {
         let mut shell = self.shell.lock().await;
-        // If the script is given up, the shell ends with it.
+        // If the caller drops this future, the shell ends.
         let mut open = match shell.take() {
             Some(open) => open,
             None => Shell::open(&self.name)?,
@@ -113,7 +113,7 @@ impl Node {
         .await
     }
 
-    /// Waits until the plugin has no record of a GPU whose mode it has to bring back.
+    /// Waits until the plugin has no record of a GPU whose mode it must restore.
     pub async fn no_gpu_records(&self) -> anyhow::Result<()> {
         wait::for_answer("no record of a GPU", wait::USUAL, async || {
             let records = self.shell(&format!("ls {PLUGIN_DIR}/gpus")).await?;
@@ -136,10 +136,10 @@ impl Node {
         .await
     }
 
-    /// Changes the machine file with `edit`, an expression of sed, and installs the driver that it describes, while no process uses
-    /// the GPUs. Returns the script that brings the machine of before back.
+    /// Changes the machine file with the sed expression `edit`, and installs the driver that it describes, while no process uses the
+    /// GPUs. Returns the script that restores the machine.
     pub async fn change_machine(&self, edit: &str) -> anyhow::Result<String> {
-        // As packages and driver containers do, the libraries are replaced and not overwritten.
+        // Libraries are replaced and not overwritten, as packages and driver containers do.
         let install = format!(
             "cp {MACHINE} /tmp/machine.toml
             rm -f {LIBRARIES}/libcuda.so* {LIBRARIES}/libnvidia-ml.so* /dev/nvidia[0-9]*
@@ -170,8 +170,7 @@ impl Node {
         ))
     }
 
-    /// Lets a GPU of the simulated machine fall off the bus; its device node stays. The returned script
-    /// brings it back.
+    /// Removes a GPU of the simulated machine from the bus; its device node stays. The returned script brings it back.
     pub async fn lose_gpu(&self, uuid: &str) -> anyhow::Result<String> {
         self.shell(&format!("nvidia-sim-persistenced lose-gpu {uuid}"))
             .await?;
@@ -185,14 +184,14 @@ impl Node {
         Ok(format!("nvidia-smi -i {uuid} -mig 0"))
     }
 
-    /// Lets nvidia-persistenced close a GPU, as an administrator does; the returned script lets it open it again, when no virtual
-    /// machine has it.
+    /// Makes nvidia-persistenced close a GPU, as an administrator does. The returned script makes it open the GPU again once no
+    /// virtual machine has it.
     pub async fn disable_persistence_mode(&self, uuid: &str) -> anyhow::Result<String> {
         self.shell(&format!("nvidia-smi -pm 0 -i {uuid}")).await?;
         Ok(format!("nvidia-smi -pm 1 -i {uuid}"))
     }
 
-    /// Waits until the driver has a GPU again that was given to a virtual machine.
+    /// Waits until the driver has a GPU back from a virtual machine.
     pub async fn has_gpu_again(&self, uuid: &str) -> anyhow::Result<()> {
         wait::for_answer("the GPU at NVIDIA's driver", wait::USUAL, async || {
             let listed = self.shell("nvidia-smi -L").await?;
@@ -201,20 +200,21 @@ impl Node {
         .await
     }
 
-    /// Kills the node plugin while it prepares the claim that `claim` finds among what `starting` makes: the claim's journal exists and its CDI spec does not. The plugin is stopped until the claim is there, and its write of the spec
-    /// goes into a pipe that nobody reads: its Prepare cannot be over before it is killed.
+    /// Kills the node plugin while it prepares the claim that `claim` finds in the result of `starting`: the claim's journal exists and
+    /// its CDI spec does not. The plugin is stopped until the claim exists, and writes the spec to a pipe that nobody reads, so its
+    /// Prepare cannot end before it is killed.
     pub async fn kill_plugin_in_a_prepare<T>(
         &self,
         starting: impl Future<Output = anyhow::Result<T>>,
         claim: impl AsyncFnOnce(&T) -> anyhow::Result<ResourceClaim>,
     ) -> anyhow::Result<T> {
         self.shell(&format!("kill -STOP {PLUGIN}")).await?;
-        let claimed = async {
+        let claiming = async {
             let started = starting.await?;
             let uid = claim(&started).await?.uid().context("the claim's UID")?;
             Ok::<_, anyhow::Error>((started, uid))
         };
-        let claimed = claimed.await;
+        let claimed = claiming.await;
         if claimed.is_err() {
             self.shell(&format!("kill -CONT {PLUGIN}")).await?;
         }
@@ -247,8 +247,8 @@ impl Node {
             .get(&self.name)
             .await?
             .status
-            .and_then(|status| status.node_info);
-        let info = info.with_context(|| format!("{} reports nothing", self.name))?;
+            .and_then(|status| status.node_info)
+            .with_context(|| format!("{} reports nothing", self.name))?;
         Ok(info.container_runtime_version)
     }
 

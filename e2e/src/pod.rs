@@ -14,7 +14,7 @@ use tranche_api::names::DRIVER;
 use crate::exec::{self, Exit};
 use crate::node::Node;
 use crate::wait;
-use crate::workload::{self, Beat, Filled, Seen};
+use crate::workload::{self, Beat, Filled, VisibleDevice};
 
 /// A pod, by name.
 #[derive(Clone)]
@@ -32,7 +32,7 @@ impl fmt::Debug for PodHandle {
 }
 
 impl PodHandle {
-    /// The pod `name`, which may have been made elsewhere.
+    /// The pod `name`, which somebody else may have made.
     #[must_use]
     pub fn new(client: Client, namespace: String, name: String) -> Self {
         Self {
@@ -146,7 +146,7 @@ impl PodHandle {
         Ok(claims.get(&name).await?)
     }
 
-    /// What the driver reports about the only device of ours in its claim's status, once it is there.
+    /// The driver's data on the only device of ours in its claim's status, once the status has it.
     pub async fn device_data(&self) -> anyhow::Result<Value> {
         let what = format!("status.devices of the claim of {}", self.name);
         wait::for_answer(&what, wait::USUAL, async || {
@@ -165,7 +165,7 @@ impl PodHandle {
         exec::run(&self.pods(), &self.name, self.container.as_deref(), command).await
     }
 
-    /// The pod with `container` as the one in which commands run.
+    /// The pod with `container` as the container of commands.
     #[must_use]
     pub fn container(&self, container: &str) -> Self {
         Self {
@@ -183,7 +183,7 @@ impl PodHandle {
     }
 
     /// The GPUs that CUDA shows in it.
-    pub async fn seen(&self) -> anyhow::Result<Vec<Seen>> {
+    pub async fn seen(&self) -> anyhow::Result<Vec<VisibleDevice>> {
         workload::lines(&self.stdout(&["tranche-workload", "--json", "info"]).await?)
     }
 
@@ -219,7 +219,7 @@ impl PodHandle {
         Ok(self.pods().logs(&self.name, &LogParams::default()).await?)
     }
 
-    /// The heartbeats of `tranche-workload --json hold`, of which there must be some.
+    /// Waits for heartbeats of `tranche-workload --json hold`, and returns all so far.
     pub async fn beats(&self) -> anyhow::Result<Vec<Beat>> {
         let what = format!("heartbeats of {}", self.name);
         wait::for_answer(&what, wait::USUAL, async || {

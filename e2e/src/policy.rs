@@ -17,8 +17,8 @@ use tranche_api::tier::Tier;
 use crate::system::{NodePlugin, complete, text};
 use crate::{Case, wait};
 
-/// Creates a policy that comes before the chart's own, with these fields of its spec: for all GPUs, or for those of the test's
-/// only node.
+/// Creates a policy with these fields of its spec and a higher priority than the chart's own. It applies to all GPUs, or to those
+/// of the test's only node.
 async fn create(case: &Case, name: &str, fields: &Value) -> anyhow::Result<Api<SharingPolicy>> {
     let policies: Api<SharingPolicy> = Api::all(case.client.clone());
     let mut manifest = json!({
@@ -44,7 +44,7 @@ pub async fn apply(case: &Case, name: &str, capped: &Value) -> anyhow::Result<St
     with_fields(case, name, &json!({"capped": capped})).await
 }
 
-/// Asks this of idle claims until the test ends; returns the policy's name.
+/// Applies a policy with this rule for idle claims until the test ends; returns its name.
 pub async fn idle(case: &Case, idle: &Value) -> anyhow::Result<String> {
     with_fields(case, "idle", &json!({"idle": idle})).await
 }
@@ -67,8 +67,8 @@ pub async fn tiers(case: &Case, tiers: &[Tier]) -> anyhow::Result<()> {
         .await
 }
 
-/// Offers the GPUs in all tiers until the test ends, with every option that goes with the others on one GPU: capped shares of
-/// partitions of the profile `capped`, concurrent ones of the profile `concurrent`. Waits until the test's node offers these.
+/// Offers the GPUs in all tiers until the test ends, with all options that can be combined on one GPU: capped shares of partitions
+/// of the profile `capped`, concurrent shares of the profile `concurrent`. Waits until the test's node offers these.
 pub async fn every_option(case: &Case, capped: &str, concurrent: &str) -> anyhow::Result<()> {
     let fields = json!({
         "tiers": Tier::ALL,
@@ -103,16 +103,16 @@ pub async fn every_option(case: &Case, capped: &str, concurrent: &str) -> anyhow
         .await
 }
 
-/// Gives the capped shares of each GPU so many percent of its memory together, until the test ends; waits until the test's node
-/// offers that.
+/// Gives the capped shares of each GPU together `percent` of its memory until the test ends. Waits until the test's node offers
+/// that.
 pub async fn oversubscribe(case: &Case, percent: u32) -> anyhow::Result<()> {
     oversubscribe_with(case, percent, json!({})).await
 }
 
-/// Offers one GPU in capped shares alone, which have so many percent of its memory together, until the test ends; waits until the
-/// test's node offers that.
+/// Offers one GPU only in capped shares, which together have `percent` of its memory, until the test ends. Waits until the test's
+/// node offers that.
 pub async fn oversubscribe_one(case: &Case, uuid: &str, percent: u32) -> anyhow::Result<()> {
-    // Before the policy for all GPUs.
+    // A higher priority than the policy for all GPUs.
     let fields = json!({"priority": 1001, "uuids": [uuid], "tiers": [Tier::Capped]});
     oversubscribe_with(case, percent, fields).await
 }
@@ -132,8 +132,8 @@ async fn oversubscribe_with(case: &Case, percent: u32, mut fields: Value) -> any
         .await
 }
 
-/// Offers the GPUs in these tiers, and partitions of these profiles in shares of the tier `shared`, until the test ends; waits until
-/// the test's node offers a shared partition.
+/// Offers the GPUs in these tiers, and partitions of these profiles in shares of the tier `shared`, until the test ends. Waits
+/// until the test's node offers a shared partition.
 pub async fn shared_partitions(
     case: &Case,
     tiers: &[Tier],
@@ -182,7 +182,7 @@ async fn with_fields(case: &Case, name: &str, fields: &Value) -> anyhow::Result<
     Ok(name)
 }
 
-/// Waits until what the test's node was asked for a GPU is as `is` wants it.
+/// Waits until `is` accepts the settings of a GPU that the test's node is told to apply.
 pub async fn asked(
     case: &Case,
     gpu: &Gpu,
@@ -199,8 +199,8 @@ pub async fn asked(
     .await
 }
 
-/// Offers up to `most` shares of each GPU until the test ends, more than the chart's own policy,
-/// with memory for the contexts of `expected` shares.
+/// Offers up to `most` shares of each GPU until the test ends, more than the chart's own policy, with memory for the contexts of
+/// `expected` shares.
 pub async fn offer(case: &Case, most: u32, expected: u32) -> anyhow::Result<()> {
     let name = case.unique("offer");
     let capped = json!({"maxSharers": most, "expectedSharers": expected});
@@ -220,7 +220,7 @@ async fn most_shares(client: &Client) -> anyhow::Result<Quantity> {
     Ok(Quantity(default.spec.capped.max_sharers.to_string()))
 }
 
-/// Waits until every capped device has room for so many shares.
+/// Waits until every capped device has room for `most` shares.
 async fn offered(plugin: &NodePlugin, most: &Quantity) -> anyhow::Result<()> {
     let what = format!("{} shares of each GPU", most.0);
     plugin

@@ -1,8 +1,8 @@
-//! A Prometheus of Debian beside the cluster, which scrapes it as docs/monitoring.md says.
+//! Debian's Prometheus beside the cluster, which scrapes it as docs/monitoring.md says.
 //!
-//! Debian builds it without the discovery of Kubernetes, so the tests say what that finds: each port of each pod, with the labels
-//! `__meta_kubernetes_…`, of which the relabelling of the page makes the targets. Pods have no address here; a port of this
-//! machine is forwarded to each. Nothing else of the configuration is changed.
+//! Debian builds it without the discovery of Kubernetes, so the tests list what that would find: each port of each pod, with the
+//! labels `__meta_kubernetes_…`, from which the relabelling of the page makes the targets. Pods have no address here, so a port of
+//! this machine is forwarded to each. The rest of the configuration is unchanged.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -50,7 +50,7 @@ pub struct Series {
 }
 
 impl Prometheus {
-    /// Starts one that reads metrics with `token`, with our alerts, and waits until it has scraped every component.
+    /// Starts a Prometheus that reads metrics with `token` and has our alerts. Waits until it has scraped every component.
     pub async fn start(case: &Case, token: &str) -> anyhow::Result<Self> {
         let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
         let mut forwards = JoinSet::new();
@@ -83,7 +83,7 @@ impl Prometheus {
         // JSON is YAML.
         let text = configuration_of(&discovered, &token_file)?.to_string();
         std::fs::write(&configuration, text)?;
-        // Free a moment ago, at an address that nobody else here takes. Prometheus does not tell which port it took.
+        // Prometheus does not report a port that it chooses itself, so this takes one that is free at an address that nobody else uses.
         let address = TcpListener::bind("127.0.0.2:0").await?.local_addr()?;
         let log = std::fs::File::create(folder.join("log"))?;
         let server = Command::new("prometheus")
@@ -117,7 +117,7 @@ impl Prometheus {
         Ok(prometheus)
     }
 
-    /// The series that an expression gives now.
+    /// The current series of an expression.
     pub async fn query(&self, expression: &str) -> anyhow::Result<Vec<Series>> {
         let path = format!("/api/v1/query?query={}", encoded(expression));
         let data = self
@@ -141,7 +141,7 @@ impl Prometheus {
             .collect()
     }
 
-    /// Waits until an expression gives a number, and returns the series that are one.
+    /// Waits until an expression has a series whose value is a number, and returns all such series.
     pub async fn numbers(&self, expression: &str) -> anyhow::Result<Vec<Series>> {
         wait::for_answer(expression, wait::USUAL, async || {
             let mut series = self.query(expression).await?;
@@ -151,7 +151,7 @@ impl Prometheus {
         .await
     }
 
-    /// The alerts that it loaded, each with what went wrong in its last evaluation, empty where nothing did.
+    /// The loaded alerts, each with the error of its last evaluation, or an empty text.
     pub async fn rules(&self) -> anyhow::Result<BTreeMap<String, String>> {
         wait::for_answer("every rule to be evaluated", wait::USUAL, async || {
             let data = self.get("/api/v1/rules").await?;
@@ -172,7 +172,7 @@ impl Prometheus {
 
     async fn get(&self, path: &str) -> anyhow::Result<Value> {
         let mut stream = TcpStream::connect(&self.address).await?;
-        // By HTTP/1.0 the answer comes in one piece, and its end is the connection's.
+        // An HTTP/1.0 response is not chunked and ends with the connection.
         let request = format!("GET {path} HTTP/1.0\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut answer = String::new();
@@ -183,7 +183,7 @@ impl Prometheus {
         Ok(body["data"].take())
     }
 
-    /// What it wrote, for an error.
+    /// Its log, for an error message.
     fn log(&self) -> String {
         std::fs::read_to_string(self.folder.join("log")).unwrap_or_default()
     }
@@ -211,7 +211,7 @@ async fn forward(pods: Api<Pod>, name: String, port: u16, listener: TcpListener)
     }
 }
 
-/// The configuration of docs/monitoring.md, with our alerts and what was discovered.
+/// The configuration of docs/monitoring.md, with our alerts and the discovered targets.
 fn configuration_of(discovered: &[Value], token: &Path) -> anyhow::Result<Value> {
     let mut job = monitoring::scrape_job(&repository())?;
     let fields = job.as_object_mut().context("docs/monitoring.md: a job")?;
@@ -227,7 +227,7 @@ fn configuration_of(discovered: &[Value], token: &Path) -> anyhow::Result<Value>
     }))
 }
 
-/// As the value of a query's parameter.
+/// The text encoded as a value in a URL's query.
 fn encoded(text: &str) -> String {
     let mut encoded = String::new();
     for byte in text.bytes() {

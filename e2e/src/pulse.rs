@@ -1,8 +1,7 @@
-//! The suite's clock, which goes as far as the machine works.
+//! The suite's clock, which runs only while the machine makes progress.
 //!
-//! A tick is a tenth of a second and an answer of the API server after it. A machine that stands still, or is too busy to answer,
-//! does not tick: a limit in ticks ends a wait for a product that does not do its work, and not a wait for a machine that does
-//! nobody's work.
+//! A tick is a tenth of a second and then an answer of the API server. A machine that stands still, or is too busy to answer, does
+//! not tick. So a limit in ticks ends a wait for a product that does not work, but not a wait for a machine that makes no progress.
 
 use std::future::pending;
 use std::sync::OnceLock;
@@ -17,7 +16,7 @@ use crate::limits::Limit;
 
 const TICK: Duration = Duration::from_millis(100);
 const TICKS_A_SECOND: u64 = 10;
-/// The answer to one question may be lost.
+/// After this time an answer counts as lost.
 const LOST: Duration = Duration::from_secs(10);
 
 /// The number of ticks until now.
@@ -49,7 +48,7 @@ impl Pulse {
         let last = self.ticks() + limit.seconds() * TICKS_A_SECOND;
         let ticked = async {
             if self.0.wait_for(|now| *now >= last).await.is_err() {
-                // Its thread has ended: only the ceiling is left.
+                // The pulse's thread has ended, so only the ceiling can end the wait.
                 pending::<()>().await;
             }
         };
@@ -126,7 +125,7 @@ fn tick_by_the_api_server(ticks: &watch::Sender<u64>) -> anyhow::Result<()> {
     })
 }
 
-/// Ticks as long as somebody wants to know: each time that `ask` has an answer.
+/// Ticks each time that `ask` has an answer, as long as there is a receiver.
 async fn tick(ticks: &watch::Sender<u64>, ask: impl AsyncFn() -> bool) {
     while !ticks.is_closed() {
         sleep(TICK).await;
@@ -141,7 +140,7 @@ mod tests {
     use super::*;
     use crate::limits::USUAL;
 
-    /// How long a wait for nothing lasts with answers of `ask`.
+    /// How long a wait for something that never happens lasts with answers of `ask`.
     async fn waits(ask: impl AsyncFn() -> bool) -> Duration {
         let (ticks, pulse) = watch::channel(0);
         let began = tokio::time::Instant::now();

@@ -1,4 +1,4 @@
-//! What a run leaves to read, in the folder that `TRANCHE_E2E_RECORD` names: how long tests took, and what they waited for.
+//! Writes how long tests took, and how long they waited for what, to the folder that `TRANCHE_E2E_RECORD` names.
 
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -8,8 +8,7 @@ use serde_json::json;
 
 use crate::pulse::Stopwatch;
 
-/// Adds a line about the running test to `e2e-times`: how long it took from its turn on, and for how much of that the machine
-/// stood still.
+/// Adds a line about the running test to `e2e-times`: the time since its turn began, and the time in which the machine stood still.
 pub fn test(extent: &str, took: &Stopwatch) {
     let (seconds, stalled) = (took.by_the_clock(), took.stalled());
     let (seconds, stalled) = (seconds.as_secs_f64(), stalled.as_secs_f64());

@@ -39,7 +39,7 @@ impl Request {
         Self::sized(Tier::Capped, memory, cores)
     }
 
-    /// A share of a GPU that an MPS daemon serves, with this memory and this percentage of the threads.
+    /// A share of a GPU with an MPS daemon, with this memory and this percentage of the threads.
     #[must_use]
     pub fn concurrent(memory: &str, threads: &str) -> Self {
         Self::sized(Tier::Concurrent, memory, threads)
@@ -74,7 +74,7 @@ impl Request {
         Self::of(Tier::Partition).with_memory(memory)
     }
 
-    /// With at least this memory.
+    /// The request with at least this memory.
     #[must_use]
     pub fn with_memory(mut self, memory: &str) -> Self {
         self.0["exactly"]["capacity"] = json!({"requests": {"memory": memory}});
@@ -88,14 +88,14 @@ impl Request {
         self
     }
 
-    /// Under this name instead of `gpu`.
+    /// The request under this name instead of `gpu`.
     #[must_use]
     pub fn named(mut self, name: &str) -> Self {
         self.0["name"] = name.into();
         self
     }
 
-    /// On the GPU of this UUID.
+    /// The request on the GPU with this UUID.
     #[must_use]
     pub fn on(self, uuid: &str) -> Self {
         self.that(&format!(
@@ -110,7 +110,7 @@ impl Request {
     }
 }
 
-/// A claim's spec of several requests.
+/// A claim's spec with several requests.
 pub fn spec<'a>(requests: impl IntoIterator<Item = &'a Request>) -> Value {
     let requests: Vec<_> = requests.into_iter().map(|request| &request.0).collect();
     json!({"devices": {"requests": requests}})

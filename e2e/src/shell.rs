@@ -1,4 +1,4 @@
-//! An open shell in a container of the engine: `docker exec` costs a tenth of a CPU second, and a test runs dozens of scripts.
+//! An open shell in a container: `docker exec` costs a tenth of a CPU second, and a test runs dozens of scripts.
 
 use std::process::Stdio;
 
@@ -23,7 +23,7 @@ pub(crate) struct Ended {
 }
 
 impl Shell {
-    /// Opens one as root.
+    /// Opens a shell as root.
     pub(crate) fn open(container: &str) -> anyhow::Result<Self> {
         let mut docker = Command::new("docker");
         docker.args(["exec", "--interactive", container, "sh"]);
@@ -45,7 +45,7 @@ impl Shell {
         })
     }
 
-    /// Runs a script in a shell of its own, which ends at the first command that fails.
+    /// Runs a script in a subshell, which ends at the first command that fails.
     pub(crate) async fn run(&mut self, script: &str) -> anyhow::Result<Ended> {
         let mark = uuid::Uuid::new_v4().simple().to_string();
         let quoted = script.replace('\'', r"'\''");
@@ -53,7 +53,7 @@ impl Shell {
             "exec 3>&1; errors=$(sh -euc '{quoted}' </dev/null 2>&1 >&3 3>&-); status=$?
             printf '\\n{mark}\\n%s\\n{mark}\\n%s\\n{mark}\\n' \"$errors\" $status\n"
         );
-        // If it has ended, what it wrote says why.
+        // If the shell has ended, its output says why.
         let _ = self.input.write_all(command.as_bytes()).await;
         let stdout = self.until(&mark).await?;
         let stderr = self.until(&mark).await?;
@@ -65,7 +65,7 @@ impl Shell {
         })
     }
 
-    /// What it writes before a line with `mark`, without the last newline.
+    /// The output before a line with `mark`, without the last newline.
     async fn until(&mut self, mark: &str) -> anyhow::Result<String> {
         let mut bytes = Vec::new();
         let mark = format!("{mark}\n").into_bytes();

@@ -20,7 +20,7 @@ pub const NODE_PLUGIN: &str = "app.kubernetes.io/component=node-plugin";
 /// Name of the node plugin's `DaemonSet` and `ServiceAccount`.
 pub const NODE_PLUGIN_NAME: &str = "tranche-node-plugin";
 
-/// Our slices, of all nodes.
+/// Our slices of all nodes.
 #[must_use]
 pub fn slices_config() -> watcher::Config {
     watcher::Config::default().fields(&format!("spec.driver={DRIVER}"))
@@ -46,7 +46,7 @@ impl NodePlugin {
         Self { client, node }
     }
 
-    /// Waits until a plugin pod of the node runs and is ready, other than `not`.
+    /// Waits until a plugin pod of the node other than `not` runs and is ready.
     pub async fn ready(&self, not: Option<&str>) -> anyhow::Result<Pod> {
         self.ready_pod(|pod| pod.metadata.uid.as_deref() != not)
             .await
@@ -93,7 +93,7 @@ impl NodePlugin {
         self.slices("whole pools", wait::USUAL, complete).await
     }
 
-    /// The same once no device of a policy that went is left, either.
+    /// The node's slices once their pools are complete and have no devices of a removed policy.
     pub async fn settled(&self) -> anyhow::Result<BTreeMap<String, ResourceSlice>> {
         self.slices("no withdrawn device", wait::TRIED_AGAIN, |slices| {
             let slices = complete(slices)?;

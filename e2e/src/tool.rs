@@ -6,12 +6,12 @@ use std::process::Stdio;
 use anyhow::{Context, ensure};
 use tokio::process::Command;
 
-/// Runs a tool with `options`, and `files` behind them. An error has what it wrote to stderr.
+/// Runs a tool with `options` followed by `files`. An error contains its stderr.
 pub async fn run(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Result<()> {
     output(program, options, files).await.map(drop)
 }
 
-/// The same; returns what it wrote to stdout.
+/// The same; returns its stdout.
 pub async fn output(program: &str, options: &[&str], files: &[&Path]) -> anyhow::Result<String> {
     let output = Command::new(program)
         .args(options)

@@ -1,7 +1,7 @@
-//! Whose turn it is to use the cluster: one test alone, or one test on each node.
+//! Decides which test may use the cluster: one test alone, or one test on each node.
 //!
-//! The locks are files, so that they hold between several runs of the suite, and end with a process that is killed. Tests on
-//! a node go first: a test that waits for the cluster keeps no node empty, and gets it when no test on a node is left.
+//! The locks are files, so they work between several runs of the suite, and end with a killed process. Tests on a node go first: a
+//! test that waits for the cluster keeps no node empty, and starts when no test on a node is left.
 
 use std::fs::{File, TryLockError};
 use std::path::PathBuf;
@@ -10,10 +10,10 @@ use std::time::Duration;
 use anyhow::Context;
 use tokio::sync::Mutex;
 
-/// Time between two looks at locked nodes: the lock of a file cannot be waited for together with that of another one.
+/// Time between two looks at locked nodes: a thread cannot wait for the locks of several files at once.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Whose test looks at the nodes. If each of a hundred waiting tests looked, that would take a sixth of a processor.
+/// Locked by the test that looks at the nodes. If each of a hundred waiting tests looked, that would take a sixth of a CPU.
 static LOOKING: Mutex<()> = Mutex::const_new(());
 
 /// The right to use the cluster, or a node of it, until it is dropped.
@@ -26,19 +26,18 @@ pub struct Turn {
 impl Turn {
     /// Waits for the whole cluster.
     pub async fn on_the_cluster() -> anyhow::Result<Self> {
-        let cluster = open("cluster")?;
-        let cluster = tokio::task::spawn_blocking(|| cluster.lock().map(|()| cluster)).await??;
+        let file = open("cluster")?;
+        let cluster = tokio::task::spawn_blocking(|| file.lock().map(|()| file)).await??;
         Ok(Self {
             _cluster: cluster,
             _node: None,
         })
     }
 
-    /// Waits for one of the nodes of these names; returns its place among them.
+    /// Waits for one of the nodes with these names; returns its index.
     pub async fn on_one_of(nodes: &[String]) -> anyhow::Result<(Self, usize)> {
-        let cluster = open("cluster")?;
-        let cluster =
-            tokio::task::spawn_blocking(|| cluster.lock_shared().map(|()| cluster)).await??;
+        let file = open("cluster")?;
+        let cluster = tokio::task::spawn_blocking(|| file.lock_shared().map(|()| file)).await??;
         let _looking = LOOKING.lock().await;
         loop {
             for (index, name) in nodes.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Versions of Tranche on the cluster: what this tree is, and one to update from.
+//! Versions of Tranche on the cluster: this tree's, and one to update from.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use anyhow::Context;
 use crate::SYSTEM;
 use crate::tool::run;
 
-/// The tag and, of the chart, the version of the one to update from.
+/// The image's tag and the chart's version to update from.
 const BEFORE: &str = "0.0.1";
 
 /// A version whose images are on the nodes.
@@ -20,7 +20,7 @@ pub struct Version {
 }
 
 impl Version {
-    /// What this tree is.
+    /// This tree's version.
     #[must_use]
     pub fn this() -> Self {
         Self {
@@ -29,12 +29,12 @@ impl Version {
         }
     }
 
-    /// The chart and the image of this tree under another version, because there is no release yet: the update replaces every
-    /// process and every label. Loads its image.
+    /// The chart and the image of this tree under another version, because there is no release yet: the update replaces every process
+    /// and every label. Loads its image.
     pub async fn before() -> anyhow::Result<Self> {
         let image = format!("tranche/tranche:{BEFORE}");
-        let load = repository().join("e2e/kind/load");
-        let load = load
+        let script = repository().join("e2e/kind/load");
+        let load = script
             .to_str()
             .context("the repository's path is not UTF-8")?;
         run(
@@ -59,7 +59,7 @@ impl Version {
         })
     }
 
-    /// Installs it in place of whatever version is there, as deploy/README.md says, and waits until it runs.
+    /// Installs it over the installed version, as deploy/README.md says, and waits until it runs.
     pub async fn install(&self) -> anyhow::Result<()> {
         let crds = repository().join("deploy/helm/tranche/crds");
         let apply = ["apply", "--server-side", "--force-conflicts", "--filename"];

@@ -1,4 +1,4 @@
-//! Waits by watches, with a limit of `limits.rs`; errors show the state instead.
+//! Waits with watches and with limits of `limits.rs`; errors show the state at the end.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -40,7 +40,7 @@ pub async fn for_all<K: Watched, T>(
         let mut events = pin!(watcher(api, config).default_backoff());
         let mut complete = false;
         while let Some(event) = events.next().await {
-            // The watcher begins again.
+            // The watcher starts again.
             let event = match event {
                 Ok(event) => event,
                 Err(error) => {
@@ -94,7 +94,7 @@ pub async fn for_one<K: Watched, T>(
     for_all(api, config, what, limit, |all| wanted(all.values().next())).await
 }
 
-/// Watches until there are none.
+/// Watches until there are no objects.
 pub async fn for_none<K: Watched>(
     api: Api<K>,
     config: watcher::Config,
@@ -104,7 +104,7 @@ pub async fn for_none<K: Watched>(
     for_all(api, config, what, limit, |all| all.is_empty().then_some(())).await
 }
 
-/// Polls what cannot be watched: files on a node, a program's answer.
+/// Polls where no watch is possible: files on a node, a program's answer.
 pub async fn for_answer<T>(
     what: &str,
     limit: Limit,

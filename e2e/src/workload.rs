@@ -21,7 +21,7 @@ pub fn hold(bytes: &str) -> [&str; 7] {
 
 /// A device as CUDA shows it.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
-pub struct Seen {
+pub struct VisibleDevice {
     /// Its number in the process.
     pub device: usize,
     /// `GPU-…`
@@ -30,7 +30,7 @@ pub struct Seen {
     pub total: u64,
     /// Bytes.
     pub free: u64,
-    /// Those that the process can use.
+    /// Multiprocessors that the process can use.
     pub multiprocessors: u32,
 }
 
@@ -47,7 +47,7 @@ pub struct Filled {
     pub refused: u32,
     /// Bytes free after everything was freed.
     pub free_after: u64,
-    /// Bytes that were not as written.
+    /// Bytes that differ from what was written.
     pub errors: u64,
 }
 
@@ -66,11 +66,11 @@ pub struct Beat {
     pub total: u64,
     /// The number of errors so far.
     pub errors: u64,
-    /// How often the free or the total memory was changed by others.
+    /// How often others changed the free or the total memory.
     pub moved: u64,
 }
 
-/// One object a line.
+/// Reads JSON objects, one a line.
 pub fn lines<T: DeserializeOwned>(text: &str) -> anyhow::Result<Vec<T>> {
     text.lines()
         .map(|line| {

@@ -65,7 +65,7 @@ pub struct GetArgs {
     /// One of them: the name of a claim or pod; of a GPU its UUID or the beginning of it, a MIG UUID, or a device's name
     pub name: Option<String>,
     #[command(flatten)]
-    /// Of which namespaces.
+    /// The namespaces.
     pub scope: ScopeArgs,
 }
 
@@ -98,7 +98,7 @@ pub struct TopArgs {
     #[arg(value_enum, default_value = "gpus")]
     pub kind: TopKind,
     #[command(flatten)]
-    /// Of which namespaces pods are shown.
+    /// The namespaces whose pods are shown.
     pub scope: ScopeArgs,
     #[command(flatten)]
     /// Whether to show it again and again.
@@ -134,15 +134,15 @@ pub struct MapArgs {
 #[derive(Clone, Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct CostArgs {
-    /// What the rows are of
+    /// How the rows are grouped
     #[arg(long, value_enum, default_value = "namespace")]
     pub by: CostBy,
     #[command(subcommand)]
-    /// Something else than the bill.
+    /// A subcommand instead of the bill.
     pub command: Option<CostCommand>,
 }
 
-/// What the rows of `cost` are of.
+/// How `cost` groups its rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum CostBy {
@@ -154,7 +154,7 @@ pub enum CostBy {
     Tier,
 }
 
-/// Something else than the bill.
+/// A subcommand instead of the bill.
 #[derive(Clone, Debug, Subcommand)]
 pub enum CostCommand {
     /// Jobs on whole GPUs against the same jobs on shares; needs no cluster
@@ -177,10 +177,10 @@ pub enum CostCommand {
 /// Arguments of `recommend`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct RecommendArgs {
-    /// Answers, such as size=part; on a terminal what is left open is asked
+    /// Answers, such as size=part; on a terminal the command asks the other questions
     #[arg(value_name = "QUESTION=ANSWER")]
     pub answers: Vec<String>,
-    /// A running pod of the namespace, whose claim and use are the sizes
+    /// A running pod of the namespace, whose claim and use give the sizes
     #[arg(long, value_name = "NAME")]
     pub pod: Option<String>,
     /// Memory of the claim
@@ -205,10 +205,10 @@ pub struct WatchArgs {
     pub interval: u64,
 }
 
-/// Of which namespaces claims and pods are shown.
+/// The namespaces whose claims and pods are shown.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct ScopeArgs {
-    /// Of all namespaces
+    /// Claims and pods of all namespaces
     #[arg(long, short = 'A')]
     pub all_namespaces: bool,
 }

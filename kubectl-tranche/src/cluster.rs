@@ -3,7 +3,7 @@
 //! ```text
 //!  connect  kubeconfig and flags ─► Cluster
 //!  read     Cluster ─► Snapshot: all lists at the same time, each page by page, each with its own outcome
-//!  usage    Cluster ─► Usage: the same of the aggregated API of use, folded page by page
+//!  usage    Cluster ─► Usage: the aggregated usage API, summed up page by page
 //!  problem  what the API server answered ─► one line that names verb, resource and way out
 //! ```
 
@@ -34,7 +34,7 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// With a client of any kind: tests give one that answers from a table.
+    /// A cluster with any client: tests pass one that answers from a table.
     #[must_use]
     pub fn new(client: kube::Client, namespace: &str, system: &str) -> Self {
         Self {
@@ -44,7 +44,7 @@ impl Cluster {
         }
     }
 
-    /// The client, for calls of one command alone.
+    /// The client, for calls that only one command makes.
     #[must_use]
     pub fn client(&self) -> kube::Client {
         self.client.clone()

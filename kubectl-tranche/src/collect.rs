@@ -4,8 +4,8 @@
 //!  Evidence ─► files ─► redact ─► .tar.gz
 //! ```
 //!
-//! Only what is known to be needed is packed: whole objects of our own kinds, and of others without the fields in which secrets are
-//! kept. Then every text is searched for what looks like a token.
+//! It packs only what support needs: whole objects of our own kinds, and objects of other kinds without fields that may have
+//! secrets. Then it searches every text for words that look like a token.
 
 mod redact;
 
@@ -93,7 +93,7 @@ fn our_classes(evidence: &Evidence) -> Vec<Value> {
         .collect()
 }
 
-/// Claims that want or hold something of ours.
+/// Claims that request or have devices of ours.
 fn our_claims(evidence: &Evidence) -> Vec<Value> {
     let claims = evidence.facts.snapshot.claims.iter().map(|it| json!(it));
     claims
@@ -101,7 +101,7 @@ fn our_claims(evidence: &Evidence) -> Vec<Value> {
         .collect()
 }
 
-/// The archive of the files, in a folder `folder`.
+/// The archive of the files, which are in the folder `folder`.
 pub fn archive(files: &[File], folder: &str, unix_seconds: u64) -> io::Result<Vec<u8>> {
     let mut archive = tar::Builder::new(GzEncoder::new(Vec::new(), Compression::default()));
     for file in files {

@@ -1,14 +1,14 @@
-//! `cost`: what holders pay for an hour, what is free, what is stranded, and who has more than it uses.
+//! `cost`: what holders pay for an hour, what is free, what is stranded, and which holders use less than they have.
 //!
 //! ```text
-//!  prices ─► split ─► bill ─► Answer    the price of a GPU for an hour, by product: an administrator's, or a default
-//!                                       split: that price among the GPU's holders, what is free and what is stranded
-//!  calculator                           jobs on whole GPUs against jobs on shares
+//!  prices ─► split ─► bill ─► CostReport  the price of a GPU for an hour, by product: an administrator's, or a default
+//!                                         split: that price among the GPU's holders, what is free and what is stranded
+//!  calculator                             jobs on whole GPUs against jobs on shares
 //! ```
 //!
 //! **What a holder pays.** A partition pays for its compute slices, as clouds price MIG. A share with sizes pays the mean of its
-//! part of the memory and its part of the cores. Timeshared shares, which have no sizes, pay equal parts. The parts of a GPU sum
-//! to its price.
+//! part of the memory and its part of the cores. Timeshared shares, which have no sizes, pay equal parts. The parts of a GPU add
+//! up to its price.
 
 mod bill;
 mod calculator;
@@ -32,30 +32,30 @@ pub use prices::{PriceError, Prices, key};
 
 /// Hours in a month, as clouds count them.
 const MONTH: u64 = 730;
-/// A holder that ran no kernel for so many seconds is idle.
+/// Seconds without a kernel after which a holder is idle.
 const IDLE: u64 = 600;
-/// What a share should have above what it uses, percent: programs fail at their first byte too many.
+/// How much more than it uses a share should have, percent: a program fails at the first byte above its limit.
 const HEADROOM: u64 = 25;
 const GI: u64 = 1 << 30;
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Answer {
-    /// What the rows are of.
+pub struct CostReport {
+    /// How the rows are grouped.
     pub by: CostBy,
-    /// What holders pay, dearest first.
+    /// What holders pay, the most expensive first.
     pub rows: Vec<Row>,
     /// Where the money goes.
     pub total: Total,
     /// Holders that use nothing of what they pay for; `None` where the use is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle: Option<Vec<Idle>>,
-    /// Shares that could be smaller by what they use; `None` where that is not known.
+    /// Shares that use so little that they could be smaller; `None` where the use is not known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub right_sizes: Option<Vec<RightSize>>,
     /// Products whose price is a default of this release.
     pub default_prices: BTreeMap<String, Dollars>,
-    /// Products without a price: what is on them is not in the sums.
+    /// Products without a price: the sums do not include their GPUs.
     pub unpriced: BTreeSet<String>,
     /// Entries of the ConfigMap that are not prices.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -89,12 +89,12 @@ pub struct Row {
     pub per_hour: Dollars,
     /// For a month of 730 hours.
     pub per_month: Dollars,
-    /// Memory that they asked for, bytes.
+    /// Requested memory, bytes.
     pub requested_memory: u64,
-    /// Memory that they use now, bytes, where it is known of all.
+    /// Memory in use now, bytes, where it is known for all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used_memory: Option<u64>,
-    /// The most memory that each of them used, added up, bytes, where it is known of all.
+    /// The sum of the most memory that each of them used, bytes, where it is known for all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak_memory: Option<u64>,
 }
@@ -107,9 +107,9 @@ pub struct Total {
     pub all: Dollars,
     /// What holders pay.
     pub held: Dollars,
-    /// What is free and can be had.
+    /// What is free and can be allocated.
     pub free: Dollars,
-    /// What is free and nobody can have.
+    /// What is free but cannot be allocated.
     pub stranded: Dollars,
     /// GPUs that are not offered.
     pub not_offered: Dollars,
@@ -135,19 +135,19 @@ pub struct Idle {
 pub struct RightSize {
     /// `namespace/claim`.
     pub claim: String,
-    /// Bytes that it asked for.
+    /// Bytes that it requested.
     pub requested_memory: u64,
     /// Bytes that it uses now.
     pub used_memory: u64,
-    /// The most that it was seen to use, where that is known.
+    /// The highest use that was measured, where that is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak: Option<Peak>,
-    /// Bytes that it should ask for if it never uses more.
+    /// Bytes that it should request if it never uses more.
     pub suggested_memory: u64,
 }
 
 impl RightSize {
-    /// What it uses of what it has, as the end of a sentence.
+    /// Its use and the suggested size, as the end of a sentence.
     #[must_use]
     pub fn in_words(&self) -> String {
         let suggested = bytes(self.suggested_memory);
@@ -166,7 +166,7 @@ impl RightSize {
 }
 
 #[must_use]
-pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError]) -> Answer {
+pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError]) -> CostReport {
     let Bill {
         items,
         total,
@@ -174,7 +174,7 @@ pub fn answer(model: &Model, by: CostBy, prices: &Prices, errors: &[PriceError])
         unpriced,
     } = bill(model, prices);
     let is_known = model.usage_unknown.is_none();
-    Answer {
+    CostReport {
         by,
         rows: rows(&items, by),
         total,
@@ -244,8 +244,8 @@ fn idle(items: &[Item<'_>]) -> Vec<Idle> {
     idle
 }
 
-/// The size that a share should have if it never uses more than until now; `None` where that is not less than it has. Only shares have
-/// sizes that can be chosen, only whole GiB are suggested, and a share that holds nothing says nothing of its size.
+/// The size that a share should have if it never uses more than until now; `None` where that is not less than it has. Only shares
+/// have a free choice of size. Suggestions are whole GiB. A share that uses nothing gets no suggestion.
 pub(crate) fn right_size(tenant: &Tenant) -> Option<RightSize> {
     let device = &tenant.device;
     let requested = device.memory.filter(|_| device.tier.has_shim())?;
@@ -262,7 +262,7 @@ pub(crate) fn right_size(tenant: &Tenant) -> Option<RightSize> {
     })
 }
 
-impl View for Answer {
+impl View for CostReport {
     fn blocks(&self, is_wide: bool) -> Vec<Block> {
         let mut blocks = Vec::new();
         let name = match self.by {
@@ -290,7 +290,7 @@ impl View for Answer {
             table.row(Tone::Plain, cells);
         }
         if table.is_empty() {
-            blocks.push(Block::plain("nobody holds a GPU that has a price"));
+            blocks.push(Block::plain("no claim has a GPU with a price"));
         } else {
             blocks.push(Block::Table(table));
         }
@@ -326,7 +326,7 @@ impl Total {
     }
 }
 
-impl Answer {
+impl CostReport {
     fn hints(&self) -> Vec<Block> {
         let idle = self.idle.iter().flatten().map(|it| {
             let text = format!(
@@ -352,8 +352,9 @@ impl Answer {
     fn remarks(&self) -> Vec<Block> {
         let mut remarks = Vec::new();
         if !self.default_prices.is_empty() {
-            let prices = self.default_prices.iter();
-            let prices: Vec<_> = prices
+            let prices: Vec<_> = self
+                .default_prices
+                .iter()
                 .map(|(product, price)| format!("{product} {price}"))
                 .collect();
             remarks.push(format!(

@@ -11,7 +11,7 @@ mod checks;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Outcome {
-    /// As it should be.
+    /// All is well.
     Good,
     /// It could not be checked.
     Unknown,
@@ -40,7 +40,7 @@ pub struct Report {
     pub findings: Vec<Finding>,
 }
 
-/// Examines what was read.
+/// Runs all checks.
 #[must_use]
 pub fn examine(facts: &Facts) -> Report {
     Report {

@@ -1,4 +1,4 @@
-//! What was read for support, before anything is taken out of it.
+//! What was read for support, before secrets are taken out.
 
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::api::events::v1::Event;
@@ -7,13 +7,13 @@ use crate::facts::Facts;
 
 #[derive(Clone, Debug, Default)]
 pub struct Evidence {
-    /// What `doctor` examines, with all objects.
+    /// The facts that `doctor` examines, with all objects.
     pub facts: Facts,
     /// The chart's pods.
     pub pods: Vec<Pod>,
     /// The newest lines of their containers' logs.
     pub logs: Vec<Log>,
-    /// Events about our objects, and of the namespace in which Tranche runs.
+    /// Events about our objects, and events of the namespace in which Tranche runs.
     pub events: Vec<Event>,
     /// What could not be read.
     pub missing: Vec<String>,

@@ -1,4 +1,4 @@
-//! `explain`: why a pod or claim waits, by the rules of kube-scheduler, and what a running one got, from whom.
+//! `explain`: why a pod or claim waits, by the rules of kube-scheduler, and which devices a running one has.
 //!
 //! ```text
 //!  read ─► Facts ─► pod: what keeps the pod from every node, or from one ──┐
@@ -21,7 +21,7 @@ use crate::model::{ClaimDevice, Model};
 pub use facts::{Facts, NotFound, Subject};
 pub use read::{Error, read};
 
-/// For so many nodes it is searched whose release would help.
+/// The most nodes for which the command searches claims whose release would help.
 const MOST_NODES_WITH_RELEASES: usize = 16;
 
 #[derive(Clone, Debug, Serialize)]
@@ -32,7 +32,7 @@ pub struct Explanation {
     pub namespace: String,
     pub name: String,
     /// In one word.
-    pub verdict: Answer,
+    pub verdict: Conclusion,
     /// Whether something could not be read, so that the verdict may be wrong.
     pub is_partial: bool,
     /// What stands in the way on every node, a line each.
@@ -54,15 +54,15 @@ pub struct Explanation {
     pub would_fit_after: Option<WouldFit>,
 }
 
-/// The answer in one word.
+/// The verdict in one word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub enum Answer {
+pub enum Conclusion {
     /// All claims are allocated.
     Allocated,
     /// A node has the devices, and nothing that is known keeps the pod from it.
     Fits,
-    /// No node has them, or something keeps the pod from every node.
+    /// No node has the devices, or something keeps the pod from every node.
     Waits,
     /// The scheduler stops with an error before it looks at the devices.
     Fails,
@@ -98,7 +98,7 @@ pub struct Neighbour {
     pub cores: Option<u64>,
 }
 
-/// A node, seen from the claims of a pod.
+/// What a node has for the claims of a pod.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeExplanation {
@@ -135,7 +135,7 @@ pub struct WouldFit {
     pub is_bounded: bool,
 }
 
-/// Explains. The model is of the same objects.
+/// Explains why the subject waits, or what it has. The model must come from the same objects.
 #[must_use]
 pub fn explain(facts: &Facts, model: &Model) -> Explanation {
     let wanted = facts.wanted();
@@ -145,7 +145,7 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
         kind: facts.subject.kind(),
         namespace: facts.namespace.clone(),
         name: facts.subject.name().to_owned(),
-        verdict: Answer::Allocated,
+        verdict: Conclusion::Allocated,
         is_partial: !facts.gaps.is_empty(),
         obstacles: Vec::new(),
         scheduler: facts.scheduler(),
@@ -171,12 +171,12 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
     let mut judged = Vec::new();
     for node in &facts.nodes {
         let keeps_off = pod::node_obstacles(facts, node);
-        // The scheduler asks the allocator only of nodes that pass its other filters.
+        // The scheduler runs the allocator only for nodes that pass its other filters.
         let report = allocator.explain(node, &wanted);
         judged.push((node, keeps_off, report));
     }
-    explanation.verdict = self::answer(&mut obstacles, &judged);
-    if explanation.verdict == Answer::Waits && obstacles.is_empty() {
+    explanation.verdict = self::conclusion(&mut obstacles, &judged);
+    if explanation.verdict == Conclusion::Waits && obstacles.is_empty() {
         let open = judged
             .iter()
             .filter(|(_, keeps_off, _)| keeps_off.is_empty());
@@ -205,42 +205,42 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
 
 type Judged<'a> = (&'a k8s_openapi::api::core::v1::Node, Vec<String>, Report);
 
-fn answer(obstacles: &mut Vec<String>, judged: &[Judged<'_>]) -> Answer {
+fn conclusion(obstacles: &mut Vec<String>, judged: &[Judged<'_>]) -> Conclusion {
     if !obstacles.is_empty() {
-        return Answer::Waits;
+        return Conclusion::Waits;
     }
     if judged.is_empty() {
         obstacles.push("there is no node, or you may not list any".to_owned());
-        return Answer::Waits;
+        return Conclusion::Waits;
     }
     let open = judged
         .iter()
         .filter(|(_, keeps_off, _)| keeps_off.is_empty());
-    let problems = open
+    let mut problems: Vec<&Problem> = open
         .clone()
         .filter_map(|(_, _, report)| match &report.verdict {
             Verdict::Problem(problem) => Some(problem),
             _ => None,
-        });
-    let mut problems: Vec<&Problem> = problems.collect();
-    // An error on one node ends the attempt on all.
+        })
+        .collect();
+    // An error on one node ends the scheduling attempt on all nodes.
     problems.sort_by_key(|problem| matches!(problem, Problem::Unjudged(_)));
     match problems.first() {
         Some(Problem::Stops(why)) => {
             obstacles.push(format!("the scheduler stops with an error: {why}"));
-            return Answer::Fails;
+            return Conclusion::Fails;
         }
         Some(Problem::Unjudged(why)) => {
             obstacles.push(format!("cannot judge: {why}"));
-            return Answer::Unjudged;
+            return Conclusion::Unjudged;
         }
         None => {}
     }
     let fits = |(_, _, report): &&Judged<'_>| matches!(report.verdict, Verdict::Fits(_));
     if open.clone().any(|it| fits(&it)) {
-        Answer::Fits
+        Conclusion::Fits
     } else {
-        Answer::Waits
+        Conclusion::Waits
     }
 }
 
@@ -268,7 +268,7 @@ impl NodeExplanation {
     }
 }
 
-/// What the claims have, and who else is on the same GPUs.
+/// The devices of the claims, and the other claims on the same GPUs.
 fn has(facts: &Facts, model: &Model) -> Vec<Has> {
     let mut result = Vec::new();
     for claim in facts.own_claims() {

@@ -1,11 +1,11 @@
-//! What `doctor` examines.
+//! The facts that `doctor` examines.
 
 use std::collections::BTreeMap;
 
 use crate::snapshot::Snapshot;
-use crate::usage::Known;
+use crate::usage::UsageResult;
 
-/// All that was read for the checks.
+/// The facts for the checks.
 #[derive(Clone, Debug)]
 pub struct Facts {
     /// The API server's version, such as `v1.37.1`, or why it is not known.
@@ -14,22 +14,22 @@ pub struct Facts {
     pub dra_versions: Served<Vec<String>>,
     /// Whether feature gates are on, by name, as the API server's metrics say.
     pub gates: Served<BTreeMap<String, bool>>,
-    /// What the caller may do.
+    /// The caller's rights.
     pub access: Vec<Access>,
-    /// The pods of the chart; none where the caller may not list them.
+    /// The pods of the chart; an error where the caller may not list them.
     pub components: Served<Vec<Component>>,
-    /// The namespace in which they are looked for.
+    /// The namespace of these pods.
     pub system: String,
     /// The objects.
     pub snapshot: Snapshot,
     /// The use of GPUs.
-    pub usage: Known,
+    pub usage: UsageResult,
 }
 
-/// Something, or why it is not known: one line.
+/// A value, or one line that says why it is not known.
 pub type Served<T> = Result<T, String>;
 
-/// Whether the caller may do something.
+/// Whether the caller has a right.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Access {
     pub verb: &'static str,
@@ -37,7 +37,7 @@ pub struct Access {
     pub resource: &'static str,
     /// The namespace; all where empty.
     pub namespace: String,
-    /// Whether the API server says yes.
+    /// Whether the API server allows it.
     pub is_allowed: bool,
 }
 

@@ -7,21 +7,21 @@ use crate::model::{Claim, ClaimDevice, Gpu, Model, Node, State, Tenant, short};
 use crate::output::{Block, Table, Tone, View, bytes, or_dash};
 use crate::snapshot::Scope;
 
-/// What was asked for.
+/// What to show.
 #[derive(Clone, Debug)]
 pub struct Question {
     /// What to list.
     pub kind: Kind,
     /// One of them.
     pub name: Option<String>,
-    /// Of which namespaces.
+    /// The namespaces.
     pub scope: Scope,
 }
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Answer {
-    /// What the rows are of.
+pub struct Listing {
+    /// How the rows are grouped.
     #[serde(skip)]
     pub kind: Option<Kind>,
     /// A row for each device of each claim, or each claim that has none.
@@ -32,29 +32,29 @@ pub struct Answer {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Row {
-    /// The claim's namespace; empty for a GPU that nobody holds.
+    /// The claim's namespace; empty for a free GPU.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub namespace: String,
-    /// The claim's name; empty for a GPU that nobody holds.
+    /// The claim's name; empty for a free GPU.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub claim: String,
-    /// The pods for which it is reserved; in a list of pods, one.
+    /// The pods for which it is reserved; one pod in a list of pods.
     pub pods: Vec<String>,
-    /// How far the claim is.
+    /// The claim's progress.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<State>,
-    /// The classes that the claim asks for.
+    /// The classes that the claim requests.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<String>,
-    /// What it has; nothing for a claim that waits.
+    /// What it has; `None` for a claim that waits.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub device: Option<ClaimDevice>,
-    /// The GPU and its node, for a GPU that nobody holds.
+    /// The GPU and its node, for a free GPU.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub free: Option<Free>,
 }
 
-/// A GPU that nobody holds.
+/// A GPU without claims.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Free {
     #[serde(rename = "gpuUUID")]
@@ -62,7 +62,7 @@ pub struct Free {
     pub node: String,
 }
 
-/// Nothing has the name that was asked for.
+/// No object has the given name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotFound {
     /// A claim or pod.
@@ -73,14 +73,14 @@ pub enum NotFound {
         /// `claim` or `pod`.
         kind: &'static str,
         name: String,
-        /// In words.
+        /// Where it was searched, in words.
         place: String,
     },
     #[error("no GPU or device is called {0}: list them with `kubectl tranche get gpus`")]
     Gpu(String),
 }
 
-pub fn answer(model: &Model, question: &Question) -> Result<Answer, NotFound> {
+pub fn answer(model: &Model, question: &Question) -> Result<Listing, NotFound> {
     let Question { kind, name, scope } = question;
     let items = match kind {
         Kind::Claims => claims(model, name.as_deref(), scope),
@@ -89,7 +89,7 @@ pub fn answer(model: &Model, question: &Question) -> Result<Answer, NotFound> {
     };
     match name {
         Some(name) if items.is_empty() => Err(not_found(*kind, name, scope)),
-        _ => Ok(Answer {
+        _ => Ok(Listing {
             kind: Some(*kind),
             items,
         }),
@@ -203,12 +203,12 @@ fn of_gpu(node: &Node, gpu: &Gpu, name: Option<&str>) -> Vec<Row> {
     }]
 }
 
-/// At least the UUID's kind and one digit, so that `GPU-` is not every GPU.
+/// Whether a name is the beginning of a UUID: at least the kind and one digit, so that `GPU-` does not match every GPU.
 fn is_prefix(name: &str, uuid: &str) -> bool {
     name.len() > "GPU-".len() && uuid.starts_with(name)
 }
 
-impl View for Answer {
+impl View for Listing {
     fn blocks(&self, is_wide: bool) -> Vec<Block> {
         if self.items.is_empty() {
             let what = match self.kind {

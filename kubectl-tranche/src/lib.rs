@@ -8,8 +8,8 @@
 //!
 //! `doctor` and `collect` need more than objects: `cluster` reads [`facts`] and [`evidence`] for them in the same way.
 //!
-//! Data flows to the right, and so do imports: `run` alone knows all of it. What the caller may not read, or what the API server
-//! does not serve, is a [`snapshot::Gap`]: one line that says what is missing and how to get it, while the rest works.
+//! Data flows to the right, and so do imports; only `run` knows all modules. A [`snapshot::Gap`] is a resource that the caller may
+//! not read or the API server does not serve: one line says what is missing and how to get it, and the rest works.
 //!
 //! A command is a file with a function from the [`model`] (or the [`snapshot`]) to a value that implements [`output::View`], a
 //! variant in [`args::Command`], and an arm in `run.rs`, which names the [`snapshot::Resource`]s that it reads.

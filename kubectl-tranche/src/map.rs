@@ -1,9 +1,9 @@
-//! `map`: each GPU as a bar of who has how much of it, what is free, what is stranded and what is used.
+//! `map`: each GPU as a bar of its holders, what is free, what is stranded and what is used.
 
 use serde::Serialize;
 use tranche_api::Tier;
 
-use crate::model::{Gpu, Held, Model, Room};
+use crate::model::{AllocatedDevice, Gpu, Model, Room};
 use crate::output::{Block, Tone, View, bytes};
 use crate::top::{free, size, use_of};
 use crate::usage::Used;
@@ -35,7 +35,7 @@ pub struct NodeMap {
 #[serde(rename_all = "camelCase")]
 pub struct GpuMap {
     pub uuid: String,
-    /// The digits of it that people read.
+    /// The short form of the UUID, for people.
     #[serde(skip)]
     pub short: String,
     pub product: String,
@@ -44,7 +44,7 @@ pub struct GpuMap {
     /// The tier that it serves.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tier: Option<Tier>,
-    /// What the bar is made of, in order; their parts are of their sum.
+    /// The segments of the bar, in order. A segment's length is its part of the sum.
     pub segments: Vec<Segment>,
     /// What is free.
     pub room: Room,
@@ -57,26 +57,26 @@ pub struct GpuMap {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Segment {
-    /// Its part: bytes, slices or shares, of the sum of all.
+    /// Its size in bytes, slices or shares.
     pub part: u64,
     #[serde(flatten)]
     pub content: Content,
 }
 
-/// What a part of a GPU is.
+/// What a segment shows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Content {
-    /// A device that claims hold, or one claim's share.
+    /// An allocated device, or one claim's share.
     Held {
         /// `namespace/claim` of each, with its limits and what it uses.
         tenants: Vec<String>,
-        /// Of a partition: its profile.
+        /// A partition's profile.
         #[serde(skip_serializing_if = "Option::is_none")]
         profile: Option<String>,
     },
     Free,
-    /// Free, and nobody can have it.
+    /// Free, but no claim can get it.
     Stranded,
     /// Not offered.
     Closed,
@@ -125,34 +125,39 @@ fn segments(gpu: &Gpu) -> Vec<Segment> {
             whole.collect()
         }
         Room::Places { free, .. } => {
-            let held = gpu.held.iter().flat_map(of_tenants);
-            let held = held.map(|(_, content)| segment(1, content));
+            let held = gpu
+                .held
+                .iter()
+                .flat_map(of_tenants)
+                .map(|(_, content)| segment(1, content));
             held.chain([segment(*free, Content::Free)]).collect()
         }
         Room::Shares(room) => {
-            let held = gpu.held.iter().flat_map(of_tenants);
-            let held = held.map(|(memory, content)| segment(memory, content));
+            let held = gpu
+                .held
+                .iter()
+                .flat_map(of_tenants)
+                .map(|(memory, content)| segment(memory, content));
             held.chain(rest(room.free_memory, room.stranded_memory))
                 .collect()
         }
         Room::Slices(room) => {
-            let mut held: Vec<&Held> = gpu.held.iter().collect();
+            let mut held: Vec<&AllocatedDevice> = gpu.held.iter().collect();
             held.sort_by_key(|held| held.slice);
             let taken = u64::from(room.memory - room.free_memory.min(room.memory));
             let sum: u64 = held.iter().map(|it| it.memory).sum();
-            // Each partition has memory slices by its part of the memory of all partitions.
+            // The memory slices in use, divided in proportion to the partitions' memory.
             let slices = |memory: u64| (memory * taken + sum / 2).checked_div(sum).unwrap_or(1);
-            let held = held
-                .into_iter()
-                .map(|it| segment(slices(it.memory), of_device(it)));
-            held.chain(rest(room.free_memory.into(), room.stranded_memory.into()))
+            held.into_iter()
+                .map(|it| segment(slices(it.memory), of_device(it)))
+                .chain(rest(room.free_memory.into(), room.stranded_memory.into()))
                 .collect()
         }
     };
     all.into_iter().filter(|it| it.part > 0).collect()
 }
 
-fn of_device(held: &Held) -> Content {
+fn of_device(held: &AllocatedDevice) -> Content {
     let tenants = of_tenants(held).filter_map(|(_, content)| match content {
         Content::Held { tenants, .. } => Some(tenants),
         _ => None,
@@ -164,7 +169,7 @@ fn of_device(held: &Held) -> Content {
 }
 
 /// Each tenant with its memory.
-fn of_tenants(held: &Held) -> impl Iterator<Item = (u64, Content)> {
+fn of_tenants(held: &AllocatedDevice) -> impl Iterator<Item = (u64, Content)> {
     held.holders().map(|tenant| {
         let device = &tenant.device;
         let mut text = format!("{}/{}", tenant.namespace, tenant.claim);
@@ -214,7 +219,7 @@ const ASCII: Pen = Pen {
 };
 
 impl Pen {
-    /// The bar. A segment begins with its letter; none is so short that it is not seen.
+    /// The bar. A segment begins with its letter and has at least one cell.
     fn bar(&self, segments: &[Segment]) -> String {
         let widths = widths(segments);
         let mut letters = letters();
@@ -243,8 +248,8 @@ fn letters() -> impl Iterator<Item = char> {
     ('A'..='Z').chain('a'..='z').cycle()
 }
 
-/// How many cells each segment has: at least one; [`WIDTH`] together where there are not more segments. What rounding down
-/// leaves goes to those of which most was cut off.
+/// The cells of each segment: at least one, and [`WIDTH`] in total unless there are more segments. The cells that rounding down
+/// leaves go to the segments with the largest remainders.
 fn widths(segments: &[Segment]) -> Vec<u64> {
     let sum: u128 = segments.iter().map(|it| u128::from(it.part)).sum();
     let exact = segments
@@ -268,7 +273,7 @@ fn widths(segments: &[Segment]) -> Vec<u64> {
     {
         widths[index] += 1;
     }
-    // Segments that are shown larger than they are, are taken from the widest.
+    // The widest segments give up cells for segments that are shown larger than they are.
     while widths.iter().sum::<u64>() > WIDTH {
         match widths.iter_mut().max_by_key(|width| **width) {
             Some(widest) if *widest > 1 => *widest -= 1,

@@ -1,14 +1,14 @@
-//! Nodes, their GPUs, who holds what of them, and what is free: a pure function of what was read.
+//! Nodes and their GPUs, with what is allocated and what is free: a pure function of what was read.
 //!
 //! ```text
 //!  ResourceSlices ─► devices ─► the GPU, tier and amounts of each device
 //!  ResourceClaims ─► claims ──► what each claim waits for or holds
-//!  GpuNodes ───────► gpus ────► Node ─► Gpu ─► Held (a device) ─► Tenant (a claim's share of it)
+//!  GpuNodes ───────► gpus ────► Node ─► Gpu ─► AllocatedDevice ─► Tenant (a claim's part of it)
 //!                                          └─► room: what is free, what is stranded
 //! ```
 //!
-//! Objects that cannot be read are missing in the snapshot, and the model has what the others tell: without GpuNodes, GPUs are
-//! known from their slices; without slices, by what the node wrote into the claims.
+//! The snapshot lacks objects that cannot be read, and the model uses the other objects: without GpuNodes, it knows GPUs from
+//! their slices; without slices, from what the node wrote into the claims.
 
 mod amounts;
 mod claims;
@@ -36,9 +36,9 @@ pub use room::{Room, SharesRoom, SlicesRoom};
 pub struct Model {
     /// The nodes with GPUs, by name.
     pub nodes: Vec<Node>,
-    /// The claims that want or hold something of ours, by namespace and name.
+    /// The claims that request or have devices of ours, by namespace and name.
     pub claims: Vec<Claim>,
-    /// Why the use of GPUs is not known; `None` where it is.
+    /// Why the use of GPUs is not known; `None` where it is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub usage_unknown: Option<String>,
 }
@@ -54,7 +54,7 @@ pub struct Node {
     /// The plugin's version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plugin_version: Option<String>,
-    /// The messages of its conditions that do not hold, and the problem of its slices.
+    /// The messages of its conditions that are false, and the problem of its slices.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub problems: Vec<String>,
     /// Its GPUs, by PCI address.
@@ -75,13 +75,13 @@ pub struct Gpu {
     pub pci_bus_id: String,
     /// All of its memory, bytes; 0 where it is not known.
     pub memory: u64,
-    /// The tier that it serves now; `None` where nobody holds any of it.
+    /// The tier that it serves now; `None` where no claim has any of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tier: Option<Tier>,
     /// The tiers in which it is offered.
     pub offered: Vec<Tier>,
-    /// The devices of it that are held, by name.
-    pub held: Vec<Held>,
+    /// Its allocated devices, by name.
+    pub held: Vec<AllocatedDevice>,
     /// What is free of it.
     pub room: Room,
     /// What of it is not offered, and why.
@@ -92,21 +92,21 @@ pub struct Gpu {
     pub used: Option<Used>,
 }
 
-/// A device that is held: a whole GPU, a partition, or a GPU or partition in shares.
+/// An allocated device: a whole GPU, a partition, or a GPU or partition that shares divide.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Held {
+pub struct AllocatedDevice {
     /// Its name, as in the slice.
     pub device: String,
-    /// How it is held.
+    /// The tier in which it is allocated.
     pub tier: Tier,
-    /// Of a partition: its profile.
+    /// A partition's profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
-    /// Of a partition: the first of its memory slices.
+    /// A partition's first memory slice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub slice: Option<u8>,
-    /// Of a partition: its compute slices.
+    /// A partition's compute slices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compute_slices: Option<u8>,
     /// Its memory for all tenants together, bytes; 0 where it is not known or has no limit.
@@ -114,7 +114,7 @@ pub struct Held {
     /// What is free of it, where claims share it by sizes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub room: Option<SharesRoom>,
-    /// Who holds it, by namespace and claim.
+    /// The claims that have it, by namespace and name.
     pub tenants: Vec<Tenant>,
 }
 
@@ -134,15 +134,15 @@ pub struct Tenant {
     /// What of it is used now.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used: Option<Used>,
-    /// The same by pod, where several pods have the claim and it is known of them.
+    /// The same by pod, where several pods share the claim and their use is known.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub used_by_pod: BTreeMap<String, Used>,
 }
 
 impl Model {
-    /// Of what was read, and of the use where it is known.
+    /// The model of what was read, with the use where it is known.
     #[must_use]
-    pub fn new(snapshot: &Snapshot, usage: &usage::Known) -> Self {
+    pub fn new(snapshot: &Snapshot, usage: &usage::UsageResult) -> Self {
         let devices = Devices::read(&snapshot.slices);
         let claims = claims::read(snapshot, &devices);
         let nodes = gpus::nodes(snapshot, &devices, &claims, usage.as_ref().ok());
@@ -160,7 +160,7 @@ impl Model {
     }
 }
 
-impl Held {
+impl AllocatedDevice {
     /// Its tenants, without those with admin access.
     pub fn holders(&self) -> impl Iterator<Item = &Tenant> {
         let tenants = self.tenants.iter();
@@ -169,7 +169,7 @@ impl Held {
 }
 
 impl Tenant {
-    /// By which its use is found.
+    /// The key of its use.
     #[must_use]
     pub fn part(&self) -> Part {
         Part {
@@ -201,7 +201,7 @@ impl Tenant {
 impl Gpu {
     /// All tenants, without those with admin access.
     pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
-        self.held.iter().flat_map(Held::holders)
+        self.held.iter().flat_map(AllocatedDevice::holders)
     }
 
     /// The UUID's first digits, as in the names of its devices: `GPU-4d8c1f9e`.

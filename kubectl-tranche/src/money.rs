@@ -13,7 +13,7 @@ const DOLLAR: u64 = 1_000_000;
 /// Millionths in a cent.
 const CENT: u64 = DOLLAR / 100;
 
-/// Text that is not an amount of money.
+/// The text is not an amount of money.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a price: write dollars, with at most six decimal places, such as 3.50")]
 pub struct MoneyError(String);
@@ -44,21 +44,21 @@ impl Money {
         self.0 as f64 / DOLLAR as f64
     }
 
-    /// This much for each of `count`; the most that can be said where it is more.
+    /// This amount `count` times; the largest amount where that overflows.
     #[must_use]
     pub const fn times(self, count: u64) -> Self {
         Self(self.0.saturating_mul(count))
     }
 
-    /// `numerator / denominator` of this, rounded down; nothing where the denominator is 0.
+    /// `numerator / denominator` of this, rounded down; zero where the denominator is 0.
     #[must_use]
     pub fn part(self, numerator: u128, denominator: u128) -> Self {
-        let part = u128::from(self.0).saturating_mul(numerator);
-        let part = part.checked_div(denominator).unwrap_or_default();
+        let product = u128::from(self.0).saturating_mul(numerator);
+        let part = product.checked_div(denominator).unwrap_or_default();
         Self(u64::try_from(part).unwrap_or(u64::MAX))
     }
 
-    /// The difference, or nothing where `other` is more.
+    /// The difference, or zero where `other` is more.
     #[must_use]
     pub const fn less(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))

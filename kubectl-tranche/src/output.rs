@@ -1,7 +1,6 @@
 //! Shows a command's value: as a table, as a wider one, as JSON or as YAML.
 //!
-//! Colours mean something only together with the words beside them, and are left out where standard output is no terminal or
-//! NO_COLOR is set.
+//! Colours only repeat what the words say. They are left out where standard output is not a terminal or NO_COLOR is set.
 
 use std::fmt::Write as _;
 use std::io::{self, Write as _};
@@ -25,21 +24,21 @@ pub enum Format {
     Yaml,
 }
 
-/// What a line says by its colour, too.
+/// The meaning of a line's colour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tone {
-    /// Nothing.
+    /// No meaning.
     #[default]
     Plain,
     /// A heading.
     Heading,
-    /// It is well.
+    /// All is well.
     Good,
     /// Somebody should look at it.
     Warning,
     /// Something does not work.
     Bad,
-    /// Of less interest.
+    /// Less important.
     Faint,
 }
 
@@ -65,7 +64,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table without rows. The header is in upper case, as kubectl's.
+    /// A table without rows. The header is in upper case, as in kubectl.
     #[must_use]
     pub fn new(header: &[&'static str]) -> Self {
         Self {
@@ -93,7 +92,7 @@ impl Table {
             .set_content_arrangement(ContentArrangement::Disabled)
             .set_header(self.header.clone());
         for (_, cells) in &self.rows {
-            // An empty cell looks like a missing one.
+            // An empty cell would look like a missing one.
             let cells = cells
                 .iter()
                 .map(|cell| if cell.is_empty() { "-" } else { cell.as_str() });
@@ -127,9 +126,9 @@ impl Block {
     }
 }
 
-/// A value that a command shows. JSON and YAML are what it serializes to.
+/// A value that a command shows. Its serialization is the JSON and the YAML.
 pub trait View: Serialize {
-    /// For people; with more columns where `is_wide`.
+    /// The blocks for people; with more columns if `is_wide`.
     fn blocks(&self, is_wide: bool) -> Vec<Block>;
 }
 
@@ -141,7 +140,7 @@ pub struct FormatError {
     problem: String,
 }
 
-/// The text of a value, with colours, which [`print`] leaves out where they do not belong.
+/// The text of a value, with colours. [`print`] removes the colours where they do not belong.
 pub fn text(value: &impl View, format: Format) -> Result<String, FormatError> {
     let failed = |format, problem: String| FormatError { format, problem };
     match format {
@@ -174,7 +173,7 @@ pub fn lines(blocks: &[Block]) -> String {
     text
 }
 
-/// Writes to standard output. A reader that is gone, as of `| head`, is no error.
+/// Writes to standard output. A reader that has gone, such as `| head`, is no error.
 pub fn print(text: &str) -> io::Result<()> {
     let written = anstream::stdout().write_all(text.as_bytes());
     written
@@ -205,8 +204,8 @@ pub fn span(seconds: u64) -> String {
     } else {
         seconds / 60 * 60
     };
-    let whole = i64::try_from(whole).unwrap_or(i64::MAX);
-    format!("{:#}", jiff::SignedDuration::from_secs(whole))
+    let signed = i64::try_from(whole).unwrap_or(i64::MAX);
+    format!("{:#}", jiff::SignedDuration::from_secs(signed))
 }
 
 /// A value, or `-`.
@@ -237,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_table_has_columns_without_borders_and_colours_that_can_be_left_out() {
+    fn a_table_has_no_borders_and_optional_colours() {
         let text = text(&Sample { name: "ångström" }, Format::Wide).unwrap();
         assert!(text.contains("\u{1b}[31m"), "{text:?}");
         let plain = anstream::adapter::strip_str(&text).to_string();

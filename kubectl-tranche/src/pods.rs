@@ -1,4 +1,4 @@
-//! What a pod says of the scheduler.
+//! What a pod's status says about scheduling.
 
 use k8s_openapi::api::core::v1::Pod;
 
@@ -8,7 +8,7 @@ pub(crate) fn is_placed(pod: &Pod) -> bool {
     node.is_some_and(|name| !name.is_empty())
 }
 
-/// The scheduler's message of a pod that it did not place.
+/// The scheduler's message on a pod that it did not place.
 pub(crate) fn unscheduled(pod: &Pod) -> Option<&str> {
     let conditions = pod.status.as_ref()?.conditions.as_deref()?;
     let unscheduled = conditions

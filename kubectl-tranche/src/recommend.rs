@@ -1,4 +1,4 @@
-//! `recommend`: from answers to a tier, and the claim to apply.
+//! `recommend`: finds a tier and a claim to apply from answers.
 
 mod claim;
 mod pod;
@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::output::{Block, Tone, View};
 
 pub use claim::{Size, SizeError, yaml};
-pub use pod::{Known, of_pod};
+pub use pod::{PodAnswers, of_pod};
 pub use tree::{Choice, Leaf, Next, Question, START, TREE, markdown};
 
 #[derive(Clone, Debug, Serialize)]
@@ -28,7 +28,7 @@ pub struct Recommendation {
     pub yaml: String,
 }
 
-/// Answers that lead nowhere.
+/// Why answers give no recommendation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AnswerError {
     /// Not `QUESTION=ANSWER`.
@@ -38,7 +38,7 @@ pub enum AnswerError {
     #[error("there is no question {name:?}: the questions are {known}")]
     Question {
         name: String,
-        /// Those that there are.
+        /// The questions that exist.
         known: String,
     },
     /// An answer that the question does not have.
@@ -46,7 +46,7 @@ pub enum AnswerError {
     Answer {
         question: &'static str,
         answer: String,
-        /// Those that there are.
+        /// The answers that exist.
         known: String,
     },
     /// A question that nobody answered.
@@ -66,7 +66,7 @@ pub enum AnswerError {
         /// Its name.
         pod: String,
     },
-    /// Nobody can be asked.
+    /// The terminal cannot be read.
     #[error("cannot read the answer: {0}")]
     Read(String),
 }
@@ -84,11 +84,13 @@ pub fn read(words: &[String]) -> Result<Answers, AnswerError> {
         let (name, answer) = word
             .split_once('=')
             .ok_or_else(|| AnswerError::Syntax(word.clone()))?;
-        let question = TREE.iter().find(|it| it.name == name);
-        let question = question.ok_or_else(|| AnswerError::Question {
-            name: name.to_owned(),
-            known: names(TREE.iter().map(|it| it.name)),
-        })?;
+        let question =
+            TREE.iter()
+                .find(|it| it.name == name)
+                .ok_or_else(|| AnswerError::Question {
+                    name: name.to_owned(),
+                    known: names(TREE.iter().map(|it| it.name)),
+                })?;
         answers.insert(question.name, question.choice(answer)?.answer);
     }
     Ok(answers)
@@ -110,18 +112,19 @@ impl Question {
         })
     }
 
-    /// Its answers as they are written, with what they mean.
+    /// Its answers as users write them, with their meaning.
     #[must_use]
     pub fn known(&self) -> String {
-        let choices = self.choices.iter();
-        let choices: Vec<_> = choices
+        let choices: Vec<_> = self
+            .choices
+            .iter()
             .map(|it| format!("{}={} ({})", self.name, it.answer, it.meaning))
             .collect();
         choices.join(" or ")
     }
 }
 
-/// Walks the tree. `ask` answers what `given` leaves open.
+/// Walks the tree. `ask` answers the questions that `given` does not answer.
 pub fn walk(
     given: &Answers,
     mut ask: impl FnMut(&Question) -> Result<&'static Choice, AnswerError>,
@@ -142,7 +145,7 @@ pub fn walk(
     }
 }
 
-/// Where nobody can be asked.
+/// The error where no user can answer.
 pub fn missing(question: &Question) -> Result<&'static Choice, AnswerError> {
     Err(AnswerError::Missing {
         text: question.text,
@@ -168,7 +171,7 @@ pub fn recommend(
 }
 
 impl View for Recommendation {
-    /// All but the YAML are comments, so that the whole can be piped into `kubectl apply --filename -`.
+    /// All lines except the YAML are comments, so that users can pipe the output into `kubectl apply --filename -`.
     fn blocks(&self, _: bool) -> Vec<Block> {
         let mut blocks = vec![
             Block::Line(Tone::Heading, format!("# {}", self.class)),

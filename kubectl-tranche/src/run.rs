@@ -1,4 +1,4 @@
-//! Runs a command: the only file that knows all the others.
+//! Runs a command: the only file that knows all others.
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
@@ -48,7 +48,7 @@ enum Failure {
     Write(#[from] io::Error),
 }
 
-/// Runs the command, prints what it gives, and says whether it worked.
+/// Runs the command, prints its result, and returns whether it worked.
 pub async fn run(args: Args) -> ExitCode {
     match Box::pin(dispatch(args)).await {
         Ok(code) => code,
@@ -102,13 +102,13 @@ async fn run_get(
         Resource::ResourceClaims,
         Resource::DeviceClasses,
     ];
-    // A GPU's pods are of all namespaces.
+    // The pods of a GPU may be in any namespace.
     let read = match args.kind {
         crate::args::Kind::Gpus => Scope::All,
         _ => scope.clone(),
     };
     let snapshot = read_all(&cluster, &asked, read).await?;
-    // It shows no use.
+    // `get` shows no use.
     let usage = Ok(Usage::default());
     let model = Model::new(&snapshot, &usage);
     let question = get::Question {
@@ -234,7 +234,7 @@ async fn run_recommend(
     show(&recommendation, format, &notes)
 }
 
-/// Asks on the terminal: by standard error, so that the YAML can be piped on.
+/// Asks on the terminal. The question goes to standard error, so that users can pipe the YAML.
 fn ask(question: &recommend::Question) -> Result<&'static recommend::Choice, AnswerError> {
     let mut known = format!("{}\n", question.text);
     for choice in question.choices {
@@ -247,8 +247,9 @@ fn ask(question: &recommend::Question) -> Result<&'static recommend::Choice, Ans
     loop {
         output::note(Tone::Heading, known.trim_end());
         let mut line = String::new();
-        let read = io::stdin().read_line(&mut line);
-        let read = read.map_err(|error| AnswerError::Read(error.to_string()))?;
+        let read = io::stdin()
+            .read_line(&mut line)
+            .map_err(|error| AnswerError::Read(error.to_string()))?;
         if read == 0 {
             return recommend::missing(question);
         }
@@ -302,7 +303,7 @@ async fn run_collect(
     show(&collected, format, &[])
 }
 
-/// Nothing can be said of a cluster that does not answer.
+/// The gap of a cluster that does not answer, so that there is nothing to show.
 fn unreachable(snapshot: &Snapshot) -> Option<&Gap> {
     let mut gaps = snapshot.gaps.iter();
     gaps.find(|gap| matches!(gap.cause, Cause::Unreachable | Cause::Unauthenticated))
@@ -320,7 +321,7 @@ async fn run_explain(
     show(&explanation, format, &facts.gaps)
 }
 
-/// As `setlocale` reads the environment: the first of these that is set and not empty names the characters.
+/// Reads the environment as `setlocale` does: the first of these variables that is not empty names the character set.
 fn is_utf8_locale(variable: impl Fn(&str) -> Option<String>) -> bool {
     let names = ["LC_ALL", "LC_CTYPE", "LANG"].into_iter();
     let mut set = names.filter_map(variable).filter(|value| !value.is_empty());
@@ -330,7 +331,7 @@ fn is_utf8_locale(variable: impl Fn(&str) -> Option<String>) -> bool {
     })
 }
 
-/// Shows what `read` gives and what is missing in it, once or again and again.
+/// Shows the result of `read` and what is missing in it, once or repeatedly.
 async fn show_or_watch<V: View>(
     args: WatchArgs,
     format: Format,
@@ -355,7 +356,7 @@ async fn show_or_watch<V: View>(
     Ok(ExitCode::SUCCESS)
 }
 
-/// Reads, or says what stands in the way of any result.
+/// Reads the resources, or returns the gap that prevents any result.
 async fn read_all(
     cluster: &Cluster,
     asked: &[Resource],
@@ -373,12 +374,12 @@ async fn read_with_use(
     cluster: &Cluster,
     asked: &[Resource],
     scope: Scope,
-) -> Result<(Snapshot, usage::Known), Failure> {
+) -> Result<(Snapshot, usage::UsageResult), Failure> {
     let usage = async { Ok(Box::pin(cluster.usage(&scope)).await) };
     try_join(read_all(cluster, asked, scope.clone()), usage).await
 }
 
-/// All namespaces, or that of the flag or the context.
+/// All namespaces, or the namespace of the flag or of the context.
 fn scope(connection: &Connection, args: ScopeArgs, cluster: &Cluster) -> Scope {
     if args.all_namespaces && connection.namespace.is_none() {
         Scope::All
@@ -388,7 +389,7 @@ fn scope(connection: &Connection, args: ScopeArgs, cluster: &Cluster) -> Scope {
 }
 
 /// What is missing in the result, a line for each gap.
-fn notes(snapshot: &Snapshot, usage: &usage::Known) -> Vec<String> {
+fn notes(snapshot: &Snapshot, usage: &usage::UsageResult) -> Vec<String> {
     let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
     gaps.chain(usage::notes(usage)).collect()
 }

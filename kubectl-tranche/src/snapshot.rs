@@ -37,7 +37,7 @@ pub enum Resource {
 }
 
 impl Resource {
-    /// As RBAC and `kubectl api-resources` name it.
+    /// The name in RBAC and in `kubectl api-resources`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -93,22 +93,22 @@ pub enum Cause {
     Unreachable,
     /// The objects are of a version that this release cannot read.
     Unreadable,
-    /// Any other answer.
+    /// The API server gave another error.
     Refused,
 }
 
-/// A resource that could not be read, or not everywhere.
+/// A resource that could not be read, or only in one namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Gap {
     pub resource: Resource,
     pub cause: Cause,
-    /// Whether a part of it was read: that of one namespace.
+    /// Whether one namespace of it was read.
     pub is_partial: bool,
     /// One line: what is missing and how to get it.
     pub message: String,
 }
 
-/// Which namespaces claims and pods were read of.
+/// The namespaces whose claims and pods were read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Scope {
     #[default]
@@ -117,7 +117,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    /// Whether objects of the namespace are in it.
+    /// Whether it contains the namespace.
     #[must_use]
     pub fn has(&self, namespace: &str) -> bool {
         match self {
@@ -127,10 +127,10 @@ impl Scope {
     }
 }
 
-/// The objects that a command asked for. What it did not ask for, and what is in [`Self::gaps`], is empty.
+/// The objects that a command asked for. The lists of other resources, and of those in [`Self::gaps`], are empty.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// What was asked for.
+    /// The requested resources.
     pub asked: BTreeSet<Resource>,
     pub gpu_nodes: Vec<GpuNode>,
     pub policies: Vec<SharingPolicy>,
@@ -146,7 +146,7 @@ pub struct Snapshot {
     pub prices: Option<BTreeMap<String, String>>,
     /// What could not be read.
     pub gaps: Vec<Gap>,
-    /// Of which namespaces `claims` and `pods` are.
+    /// The namespaces of `claims` and `pods`.
     pub scope: Scope,
 }
 
@@ -157,8 +157,8 @@ impl Snapshot {
         self.gaps.iter().find(|gap| gap.resource == resource)
     }
 
-    /// The gap that leaves nothing true to show: the API server is not there, the cluster has no Tranche, or the claims cannot
-    /// be read, without which GPUs in use would look free.
+    /// A gap that prevents any true result: the API server does not answer, the cluster has no Tranche, or the claims cannot be
+    /// read, so that GPUs in use would look free.
     #[must_use]
     pub fn obstacle(&self) -> Option<&Gap> {
         let is_obstacle = |gap: &&Gap| match (gap.resource, gap.cause) {

@@ -1,4 +1,4 @@
-//! A cluster for tests: its GPUs are published by the driver's own planner, and an API server answers from what is in it.
+//! A cluster for tests: the driver's own planner makes its slices, and an API server serves its objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -18,7 +18,7 @@ use crate::cluster::Cluster;
 use crate::snapshot::{Scope, Snapshot};
 use crate::usage::{NodeGpu, Part};
 
-/// The objects, and what the API server answers for some paths instead.
+/// The objects, and other responses of the API server by path.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct World {
     pub(crate) gpu_nodes: Vec<GpuNode>,
@@ -32,11 +32,11 @@ pub(crate) struct World {
     pub(crate) refused: BTreeMap<String, u16>,
     /// Further objects by path.
     pub(crate) others: BTreeMap<String, Value>,
-    /// The paths that were asked for, with their queries.
+    /// The requested paths, with their queries.
     pub(crate) asked: Arc<Mutex<Vec<String>>>,
 }
 
-/// Shares on the first GPU, partitions on the second, the T4 whole.
+/// Has shares on the first GPU, partitions on the second, and one claim on the whole T4.
 pub(crate) fn busy() -> World {
     let mut world = World::new();
     let (shared, divided) = ("gpu-a0000000-capped", "gpu-a0000001");
@@ -171,7 +171,7 @@ impl World {
         self.gpu_nodes.push(node);
     }
 
-    /// Adds a claim of a class with what it was allocated, and the pods that use it.
+    /// Adds a claim with its allocation and the pods that use it.
     pub(crate) fn claim(&mut self, name: &str, pods: &[&str], results: &[Value]) {
         let (namespace, name) = name.split_once('/').unwrap();
         let mut claim = json!({
@@ -198,7 +198,7 @@ impl World {
         self.claims.push(object(claim));
     }
 
-    /// All of it, without an API server.
+    /// A snapshot of all objects, without an API server.
     pub(crate) fn snapshot(&self) -> Snapshot {
         Snapshot {
             asked: BTreeSet::new(),
@@ -215,7 +215,7 @@ impl World {
         }
     }
 
-    /// A cluster whose API server answers from this, to a user whose context has the namespace `team-a`.
+    /// A cluster whose API server serves these objects, for a user whose context has the namespace `team-a`.
     pub(crate) fn cluster(&self) -> Cluster {
         let world = self.clone();
         let service = tower::service_fn(move |request: Request<Body>| {
@@ -307,7 +307,7 @@ pub(crate) fn share(node: &str, device: &str, memory: &str, cores: &str) -> Valu
     })
 }
 
-/// An allocation result for a device that one claim holds.
+/// An allocation result for a whole device.
 pub(crate) fn whole(node: &str, device: &str) -> Value {
     json!({
         "driver": "gpu.tranche.dev",

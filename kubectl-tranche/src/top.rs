@@ -13,7 +13,7 @@ use crate::usage::Used;
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
-pub enum Answer {
+pub enum TopReport {
     /// A row for each node.
     Nodes { nodes: Vec<NodeRow> },
     /// A row for each GPU.
@@ -28,14 +28,14 @@ pub struct NodeRow {
     /// Its name.
     pub node: String,
     pub gpus: usize,
-    /// Those of which nobody holds any part, and that are offered.
+    /// GPUs that are offered and have no claims.
     pub free: usize,
-    /// Claims on them.
+    /// Claims on its GPUs.
     pub claims: usize,
-    /// All of them together.
+    /// How much of all its GPUs is allocated.
     #[serde(flatten)]
     pub amounts: Amounts,
-    /// What is used of them, where it is known of all.
+    /// The use of all its GPUs, where it is known for all.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used: Option<Used>,
     /// What is wrong with it.
@@ -75,21 +75,21 @@ pub struct PodRow {
     pub pod: String,
     #[serde(rename = "gpuUUID")]
     pub gpu_uuid: String,
-    /// The claim, what it has, and what the pod uses of it.
+    /// The claim, what it has, and the pod's use.
     #[serde(flatten)]
     pub tenant: Tenant,
 }
 
 #[must_use]
-pub fn answer(model: &Model, kind: TopKind, scope: &Scope) -> Answer {
+pub fn answer(model: &Model, kind: TopKind, scope: &Scope) -> TopReport {
     match kind {
-        TopKind::Nodes => Answer::Nodes {
+        TopKind::Nodes => TopReport::Nodes {
             nodes: model.nodes.iter().map(node).collect(),
         },
-        TopKind::Gpus => Answer::Gpus {
+        TopKind::Gpus => TopReport::Gpus {
             gpus: model.gpus().map(|(node, it)| gpu(node, it)).collect(),
         },
-        TopKind::Pods => Answer::Pods {
+        TopKind::Pods => TopReport::Pods {
             pods: pods(model, scope),
         },
     }
@@ -108,7 +108,7 @@ fn node(node: &Node) -> NodeRow {
     }
 }
 
-/// Memory in sum, time on average.
+/// The sum of memory and the average of time.
 fn together(used: &[Used]) -> Option<Used> {
     let count = u32::try_from(used.len()).ok().filter(|count| *count > 0)?;
     let times: Option<Vec<f64>> = used.iter().map(|it| it.time).collect();
@@ -168,7 +168,7 @@ fn pods(model: &Model, scope: &Scope) -> Vec<PodRow> {
     rows
 }
 
-impl View for Answer {
+impl View for TopReport {
     fn blocks(&self, is_wide: bool) -> Vec<Block> {
         let table = match self {
             Self::Nodes { nodes } => node_table(nodes),
@@ -393,7 +393,7 @@ pub(crate) fn free(room: &Room) -> String {
     }
 }
 
-/// What of a GPU's free room nobody can have.
+/// The free room of a GPU that no claim can get.
 fn stranded(room: &Room) -> String {
     let parts = match room {
         Room::Shares(room) => [

@@ -1,19 +1,19 @@
-//! `ui`: a local web page that shows the cluster's GPUs and who holds them, live, with the user's own rights.
+//! `ui`: a local web page that shows the cluster's GPUs and their holders, live, with the user's own rights.
 //!
 //! ```text
-//!  watch    API server ─► Change: what was added, changed, removed; what may not be read           (I/O)
+//!  watch    API server ─► Change: an object was added, changed or removed, or may not be read      (I/O)
 //!  trim     objects without what the page does not read                                           (pure)
-//!  store    Change ─► objects by node, as small texts; which nodes have to be looked at again     (pure)
+//!  store    Change ─► objects by node, as small texts; the nodes whose view is out of date        (pure)
 //!  readings API server ─► the use of GPUs, every few seconds                                       (I/O)
 //!  history  readings of use ─► the last hour by minute                                            (pure)
 //!  view     objects of a node ─► model ─► a record: what the page shows of the node               (pure)
 //!  records  records ─► the difference to those that a page has                                    (pure)
 //!  live     runs store and view, publishes records                                                (I/O)
-//!  guard    whom the server answers                                                               (pure)
+//!  guard    which requests the server answers                                                     (pure)
 //!  server   the page's files, and a stream of events: all records, then differences               (I/O)
 //! ```
 //!
-//! Nothing of it runs in the cluster, and nothing comes from elsewhere: the page is in the program.
+//! No part of it runs in the cluster, and the page loads nothing from elsewhere: the program contains it.
 
 mod guard;
 mod history;
@@ -37,27 +37,27 @@ use crate::output;
 use guard::Guard;
 use live::Published;
 
-/// Changes that may wait to be taken in: a page of a list, and some.
+/// The most changes that wait: a page of a list and a few more.
 const CHANGES: usize = 64;
 
 /// Why the page is not served.
 #[derive(Debug, thiserror::Error)]
 pub enum UiError {
-    /// The port.
+    /// The port cannot be used.
     #[error(
         "cannot serve on 127.0.0.1:{port}: {problem}; choose another with --port, or 0 for any"
     )]
     Listen { port: u16, problem: io::Error },
     #[error("the page's server ended: {0}; start it again")]
     Serve(io::Error),
-    /// The URL could not be told.
+    /// The URL could not be printed.
     #[error("cannot write the page's address: {0}")]
     Write(io::Error),
     #[error(transparent)]
     Record(#[from] records::RecordError),
 }
 
-/// Serves the page on a port of loopback until Ctrl-C; any port for 0.
+/// Serves the page on a loopback port until Ctrl-C; 0 is any port.
 pub async fn serve(cluster: &Cluster, port: u16) -> Result<(), UiError> {
     let listen = |problem| UiError::Listen { port, problem };
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port))

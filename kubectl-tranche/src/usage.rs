@@ -1,7 +1,7 @@
 //! How much of the GPUs is used now: pure, from the objects of `usage.gpu.tranche.dev`.
 //!
-//! The numbers are the node's, from NVML, never what a tenant's library says. Where nobody serves them, commands show `-` and
-//! one line says why.
+//! The node measures the numbers with NVML; they never come from a library in a tenant's process. Where no API serves them,
+//! commands show `-`, and one line says why.
 
 pub mod reading;
 
@@ -22,15 +22,15 @@ pub struct Used {
     /// Percent of the device's time over the last seconds, 0 to 100.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub time: Option<f64>,
-    /// Seconds since the last kernel; not known of a GPU as a whole.
+    /// Seconds since the last kernel; not known for a GPU as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub idle_seconds: Option<u64>,
-    /// The most memory that was seen in use; not known of a GPU as a whole, nor of one pod of several.
+    /// The highest memory use that was measured; not known for a GPU as a whole, nor for one pod of several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub peak: Option<Peak>,
 }
 
-/// A GPU of a node. A node that names another node's GPU says nothing of that one.
+/// A GPU of a node. A node's report about another node's GPU does not count for that GPU.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NodeGpu {
     pub node: String,
@@ -38,7 +38,7 @@ pub struct NodeGpu {
 }
 
 impl NodeGpu {
-    /// The GPU with this UUID of a node.
+    /// The node's GPU with this UUID.
     #[must_use]
     pub fn new(node: &str, uuid: &str) -> Self {
         Self {
@@ -48,7 +48,7 @@ impl NodeGpu {
     }
 }
 
-/// A claim's part of a device. A claim may have several of one device.
+/// A claim's part of a device. A claim may have several parts of one device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Part {
     /// The device's node.
@@ -60,12 +60,12 @@ pub struct Part {
     pub share: Option<String>,
 }
 
-/// What is used of a part.
+/// The use of a part.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct PartUsed {
-    /// By all processes.
+    /// The use by all processes.
     pub all: Used,
-    /// By those of each pod, where several have it.
+    /// The use by the processes of each pod, where several pods have the claim.
     pub pods: BTreeMap<String, Used>,
 }
 
@@ -74,11 +74,11 @@ pub struct PartUsed {
 pub struct Usage {
     /// By GPU.
     pub gpus: BTreeMap<NodeGpu, Used>,
-    /// By what claims hold.
+    /// By part.
     pub parts: BTreeMap<Part, PartUsed>,
-    /// Why it is not that of all: one line.
+    /// One line that says why it is not the use of all.
     pub partial: Option<String>,
-    /// Of whom it is not known.
+    /// Objects whose use is not known.
     pub missing: Missing,
 }
 
@@ -91,11 +91,11 @@ pub struct Missing {
 }
 
 /// The use, or why it is not known: one line.
-pub type Known = Result<Usage, String>;
+pub type UsageResult = Result<Usage, String>;
 
-/// What is missing of the use, a line for each.
+/// Lines that say what is missing of the use.
 #[must_use]
-pub fn notes(known: &Known) -> Vec<String> {
+pub fn notes(known: &UsageResult) -> Vec<String> {
     match known {
         Ok(usage) => usage.notes(),
         Err(line) => vec![line.clone()],
@@ -103,7 +103,7 @@ pub fn notes(known: &Known) -> Vec<String> {
 }
 
 impl Usage {
-    /// Takes in what a node says.
+    /// Adds a node's report.
     pub fn add_node(&mut self, object: &NodeReading) {
         let name = object.metadata.name.clone().unwrap_or_default();
         let Some(gpus) = &object.gpus else {
@@ -116,7 +116,7 @@ impl Usage {
         for gpu in gpus {
             match &gpu.problem {
                 None => self.gpu(&name, gpu),
-                // Its shares are listed with zeros that NVML did not say.
+                // Its shares have zeros that do not come from NVML.
                 Some(problem) => {
                     let gpu = format!("{} of {name}", gpu.uuid);
                     self.missing.gpus.add(&gpu, problem);
@@ -125,7 +125,7 @@ impl Usage {
         }
     }
 
-    /// Takes in what is said of a claim.
+    /// Adds a claim's report.
     pub fn add_claim(&mut self, object: &ClaimReading) {
         for device in &object.devices {
             self.part(device);
@@ -191,7 +191,7 @@ impl Usage {
 }
 
 impl Used {
-    /// Takes in a container of the same pod.
+    /// Adds a container of the same pod.
     fn add(&mut self, group: &GroupReading) {
         self.memory = self.memory.saturating_add(group.used);
         if let Some(time) = group.utilization.percent() {
@@ -214,7 +214,7 @@ impl Unknown {
             self.more += 1;
             return;
         }
-        // What nodes say is shown in terminals.
+        // Terminals show these texts of nodes.
         let printable = |it: char| if it.is_control() { ' ' } else { it };
         let problem = problem.chars().map(printable).collect();
         self.first = Some((name.to_owned(), problem));

@@ -1,19 +1,19 @@
-//! Shows a result again and again: on a terminal as a screen of its own, else one after the other.
+//! Shows a result repeatedly: on a terminal in its second screen, otherwise one result after the other.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::Duration;
 
 use crate::output;
 
-/// Enters the terminal's second screen and hides the cursor; the first one is back afterwards.
+/// Enters the terminal's second screen and hides the cursor. The first screen returns afterwards.
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
-/// To the first cell; what is behind a line's end, and below the last line, is cleared.
+/// Moves to the first cell.
 const HOME: &str = "\x1b[H";
 const TO_END_OF_LINE: &str = "\x1b[K";
 const TO_END_OF_SCREEN: &str = "\x1b[J";
 
-/// Lines and columns where the terminal does not tell them.
+/// Lines and columns where the terminal does not report its size.
 const USUAL: (u16, u16) = (24, 80);
 
 /// The terminal's second screen, until it is dropped.
@@ -35,7 +35,7 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        // Nobody is left to tell where the terminal is gone.
+        // If the terminal is gone, nobody can read an error.
         let _ = io::stdout().write_all(LEAVE.as_bytes());
         let _ = io::stdout().flush();
     }
@@ -49,7 +49,7 @@ fn size() -> (u16, u16) {
     }
 }
 
-/// The text as the whole content of a screen: lines that do not fit are cut off, and so is what is below the screen.
+/// The text as the whole content of a screen: what does not fit is cut off.
 fn framed(text: &str, rows: usize, columns: usize) -> String {
     let mut framed = String::from(HOME);
     let lines: Vec<&str> = text.lines().collect();
@@ -74,7 +74,7 @@ fn framed(text: &str, rows: usize, columns: usize) -> String {
     framed
 }
 
-/// The first characters of a line; escape sequences take no place.
+/// The first characters of a line; escape sequences do not count.
 fn cut(line: &str, columns: usize) -> String {
     let mut kept = String::new();
     let (mut width, mut in_escape) = (0, false);
@@ -91,7 +91,7 @@ fn cut(line: &str, columns: usize) -> String {
     kept
 }
 
-/// Shows what `read` gives, every `interval`, until Ctrl-C or until it fails.
+/// Shows the result of `read` every `interval`, until Ctrl-C or until `read` fails.
 pub(crate) async fn watch<E: From<io::Error>>(
     interval: Duration,
     mut read: impl AsyncFnMut() -> Result<String, E>,

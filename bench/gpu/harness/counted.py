@@ -5,8 +5,8 @@ import pathlib
 
 from harness.machine import python
 
-# Seconds to settle, and to count in, for kernels up to so many microseconds. A share of a quarter starts a kernel of
-# 2 s every 8 s: three of them are counted.
+# For kernels up to a number of microseconds: seconds to settle, and seconds to count. A share of a quarter starts a kernel of
+# 2 s every 8 s, so three of them are counted.
 TIMES = [(10_000, 3, 5), (100_000, 5, 15), (10_000_000, 6, 24)]
 QUICK = (0.3, 1)
 

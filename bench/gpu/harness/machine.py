@@ -1,4 +1,4 @@
-"""This machine, and programs on it: without a share, or in a share by `tranche run`."""
+"""This machine, and programs on it: without a share, or in a share of `tranche run`."""
 
 import ctypes
 import json
@@ -43,7 +43,7 @@ class Machine:
         self.limit = (options.memory or max(1, self.total // 4 // GIB)) * GIB
         self.tranche, self.probe = KIT / "bin/tranche", KIT / "bin/tranche-shim-probe"
         self.shim = KIT / "shim"
-        # Bytes of a context of this GPU and driver, once measured, for which a share has room beside its
+        # Bytes of a context on this GPU with this driver, once measured. A share has room for a context beside its
         # memory.
         measured = pathlib.Path(options.work, "context")
         self.context = int(measured.read_text(encoding="utf8")) if measured.exists() else None
@@ -158,7 +158,7 @@ class Machine:
         return memory + self.context + 2 * MIB
 
     def may_take(self, size):
-        """Refuses to allocate more memory than the GPU has free: more managed memory can hang a server."""
+        """Fails if the GPU has less free memory than a program will allocate: more managed memory can hang a server."""
         free = self.gpu.memory().free
         if size > free:
             raise Absent(f"{size >> 20} MiB would be more than the {free >> 20} MiB that the GPU has free")

@@ -67,7 +67,7 @@ class Results:
 
 
 def joined(files, folder):
-    """Writes the parts of several files of one machine and day as one result. Of a part that several files have, the last
+    """Writes the parts of several files of one machine and day as one result. If several files have a part, the last
     one counts."""
     contents = [json.loads(pathlib.Path(path).read_text(encoding="utf8")) for path in files]
     first = contents[0]

@@ -9,15 +9,15 @@ from harness.machine import Failed, python, send_line, settled, short
 def measure_context(machine):
     """Measures the size of a context on this GPU, for this run's shares."""
     found = differences(machine, python("stages", "context"))
-    # Including what the driver allocates for a program's first module and launch.
+    # Including the driver's memory for a program's first module and launch.
     size = sum(found[stage]["taken"] for stage in ("context", "module", "launch"))
     pathlib.Path(machine.options.work, "context").write_text(str(size), encoding="utf8")
     machine.context = size
 
 
 def differences(machine, command, share=None, **sizes):
-    """By the name of a stage: the bytes that the GPU (`taken`), the process (`process`) and the account (`charged`) have
-    more than at the stage before, and the program's other values."""
+    """By the name of a stage: how many bytes more than at the stage before the GPU (`taken`), the process (`process`) and
+    the account (`charged`) have, and the program's other values."""
     last, free = settled(machine.gpu), None
     process = machine.start(command, share, **sizes)
     found = {}

@@ -1,4 +1,4 @@
-"""The time that the shim adds to calls, in turns with the bare driver; with cores 99, so that launches are priced."""
+"""The time that the shim adds to calls, in turns with the bare driver. The share has 99 percent, so that launches are priced."""
 
 import statistics
 

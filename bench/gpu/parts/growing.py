@@ -7,7 +7,7 @@ from harness.machine import module, python
 from harness.result import row, taken, with_target
 
 TITLE = "growing lengths: a transformer, and a kernel with a new grid each step"
-# The share has 99 percent of the GPU: its launches are priced, and it does not have to wait.
+# The share has 99 percent of the GPU, so its launches are priced but do not have to wait.
 CORES = 99
 # A step is a stall if it takes TIMES the median without a share and MORE milliseconds above it.
 TIMES, MORE = 3, 5

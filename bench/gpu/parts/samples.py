@@ -10,7 +10,7 @@ TITLE = "NVML's samples at 10 Hz under two counted programs"
 CORES = (30, 70)
 MICROS = 1_000
 PERIOD = 0.1
-# Percent of the GPU's time by which NVML's figures may miss the work.
+# How far NVML's figures may be from the work, in percent of the GPU's time.
 POINTS = 5
 
 
@@ -78,7 +78,7 @@ def run(machine):
 
 
 def by_answer(readings):
-    """Of each answer after the first: the microseconds since the one before it, and the percent of each PID."""
+    """For each answer after the first: the microseconds since the previous one, and the percent of each PID."""
     answers, before = [], None
     for found in readings:
         if not found:

@@ -1,4 +1,4 @@
-"""Four shares of 25 percent beside each other: equal, and all of the GPU together."""
+"""Four shares of 25 percent at the same time: they are equal, and together use the whole GPU."""
 
 from harness.counted import lengths, named, percents, whole
 from harness.result import with_target

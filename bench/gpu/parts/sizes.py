@@ -37,7 +37,7 @@ def run(machine):
             # The account's charge: the decrease of free memory by the share's cuMemGetInfo.
             numbers["value"] = differences(machine, line, "sizes")["taken"]["charged"] / count
         yield row(f"one of {count} allocations of {size} bytes; charged in a share", "held", **numbers)
-    # The larger ones take a fifth of an H100 for a moment.
+    # The larger products take a fifth of an H100 for a moment.
     try:
         local = differences(machine, python("stages", "local", *LOCAL))
         for size in LOCAL:

@@ -28,7 +28,7 @@ def run(machine):
             for take, code in answers(machine, load, child, TAKES, too_much).items():
                 found[f"{take}, loaded by {load}, started {name}"] = code
     escaped = [way for way, code in found.items() if code == 0]
-    # A function that the driver lacks allocates nothing. Every other error than "out of memory" is not the shim's.
+    # A function that the driver lacks allocates nothing. The shim returns no error other than "out of memory".
     strange = {way: code for way, code in found.items() if code not in (0, OUT_OF_MEMORY, NOT_SUPPORTED)}
     name = f"memory beyond the share, of {len(found)} ways tried"
     yield with_target(name, len(escaped), not escaped, "0", ways=escaped)
@@ -60,7 +60,7 @@ def stranger_reads(machine):
 
 
 def gate(machine):
-    """The conditions without which the other rows mean nothing."""
+    """The conditions that the other rows need."""
     script = f"init\nprimary 0\ninfo-total\nalloc {machine.limit + 1}\nend\n"
     loaded = "grep -q /usr/lib/tranche/libcuda.so.1 /proc/self/maps; echo $?"
     done = machine.run(["sh", "-c", f"{machine.probe} name; {loaded}"], "ways", send=script)
@@ -75,7 +75,7 @@ def gate(machine):
 
 
 def answers(machine, load, child, takes, size, env=None):
-    """The result code of each way to allocate so much memory."""
+    """The result code of each way to allocate this much memory."""
     # Rows of a MiB, one more than the share has.
     amounts = {"pitch": f"{MIB} {size // MIB + 1}"}
     lines = [f"{take} {amounts.get(take, size)}\n" for take in takes]

@@ -39,7 +39,7 @@ def rounding(size, count):
 
 
 def local(*sizes):
-    """Launches with so many bytes of local memory per thread. In a share they may be refused."""
+    """Launches with this many bytes of local memory per thread. In a share they may be refused."""
     cuda = Cuda()
     result = cuda.must_alloc(8).value
     stage("before", cuda)

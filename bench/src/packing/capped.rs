@@ -9,13 +9,13 @@ use tranche_api::tier::Tier;
 
 use super::Args;
 use super::lives::lives;
-use super::place::{Place, Sum, place, ratio};
+use super::place::{Placer, Sum, place, ratio};
 use super::scheduled::{Node, claim};
 use crate::row::Row;
 
-/// GPUs of the node; more than are needed.
+/// GPUs of the node; more than the shares need.
 const GPUS: u32 = 32;
-/// What is in use together, in thousandths of a GPU.
+/// The sum of the shares in use, in thousandths of a GPU.
 const LOAD: u32 = 16_000;
 
 pub fn run(args: Args) -> anyhow::Result<Vec<Row>> {
@@ -25,14 +25,15 @@ pub fn run(args: Args) -> anyhow::Result<Vec<Row>> {
         .iter()
         .flat_map(|it| it.spec.devices.iter().flatten())
         .next();
-    let memory = first.and_then(|it| it.capacity.as_ref()?.get(capacity::MEMORY));
-    let memory = memory.context("a capped device without memory")?;
+    let memory = first
+        .and_then(|it| it.capacity.as_ref()?.get(capacity::MEMORY))
+        .context("a capped device without memory")?;
     let usable = Quantity::try_from(&memory.value)?.to_count()?;
     let step = policy.spec.capped.memory_step.to_count()?;
     let share = |number: usize, size: u32| {
         // Rounded down, so that shares that add up to a GPU fit in one.
-        let memory = usable / 1000 * u64::from(size);
-        let memory = memory - memory % step;
+        let part = usable / 1000 * u64::from(size);
+        let memory = part - part % step;
         let request = json!({
             "deviceClassName": Tier::Capped.class_name(),
             "capacity": {"requests": {"memory": memory.to_string(), "cores": (size / 10).to_string()}},
@@ -62,7 +63,7 @@ struct BestFit {
     used: Vec<u32>,
 }
 
-impl Place for BestFit {
+impl Placer for BestFit {
     fn start(&mut self, _: usize, size: u32) -> anyhow::Result<usize> {
         let used = self.used.iter().copied().enumerate();
         let fitting = used.filter(|(_, used)| used + size <= 1000);

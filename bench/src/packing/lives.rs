@@ -1,7 +1,7 @@
-//! What happens on the node: shares of random sizes come, and random ones end.
+//! The events on the node: shares of random sizes start, and random shares end.
 
-/// Sizes of shares in thousandths of a GPU, and how many of them there are: the `gpu_milli` of the 3,078 tasks in Alibaba's
-/// GPU trace of 2023 that ask for less than one GPU (`openb_pod_list_default.csv` of `cluster-trace-gpu-v2023`).
+/// Sizes of shares in thousandths of a GPU, with the number of each: the `gpu_milli` of the 3,078 tasks in Alibaba's GPU trace of
+/// 2023 that request less than one GPU (`openb_pod_list_default.csv` of `cluster-trace-gpu-v2023`).
 const SIZES: [(u32, u64); 20] = [
     (50, 7),
     (110, 24),
@@ -25,17 +25,17 @@ const SIZES: [(u32, u64); 20] = [
     (810, 1078),
 ];
 
-/// What happens on the node, one after the other.
+/// An event on the node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// The share with this number and this size in thousandths of a GPU comes.
+    /// The share with this number and this size in thousandths of a GPU starts.
     Start(usize, u32),
     /// The share with this number ends.
     End(usize),
 }
 
-/// Shares of random sizes come until `load` thousandths of a GPU are in use together; then random ones end, `ends` in all, and
-/// others come.
+/// Shares of random sizes start until `load` thousandths of a GPU are in use. Then random shares end, `ends` in total, and others
+/// start.
 pub fn lives(seed: u64, load: u32, ends: usize) -> Vec<Event> {
     let mut random = Random(seed);
     let mut events = Vec::new();
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn every_share_that_ends_was_started_and_cores_are_whole_percents() {
+    fn shares_end_after_they_start_and_cores_are_whole_percents() {
         let mut alive = BTreeSet::new();
         for event in lives(1, LOAD, 50) {
             match event {

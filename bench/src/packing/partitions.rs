@@ -10,13 +10,13 @@ use tranche_simulator_machine::mig::{GpuProfile, Model, ModelName};
 
 use super::Args;
 use super::lives::{Event, lives};
-use super::place::{Place, Sum, place, ratio};
+use super::place::{Placer, Sum, place, ratio};
 use super::scheduled::{Node, claim};
 use crate::row::Row;
 
-/// GPUs of the node; more than are needed.
+/// GPUs of the node; more than the partitions need.
 const GPUS: u32 = 16;
-/// What the claims need together before it is rounded up, in thousandths of a GPU.
+/// The sum of the claims' sizes before rounding up, in thousandths of a GPU.
 const LOAD: u32 = 6_000;
 /// The profile with the fewest compute slices for each amount of memory, and its thousandths of a GPU's memory.
 const PROFILES: [(&str, u32); 4] = [
@@ -26,7 +26,7 @@ const PROFILES: [(&str, u32); 4] = [
     ("7g.80gb", 1000),
 ];
 
-/// The smallest profile that has `size`.
+/// The smallest profile with at least `size`.
 fn profile(size: u32) -> (&'static str, u32) {
     let fitting = PROFILES.into_iter().find(|(_, has)| *has >= size);
     fitting.unwrap_or(PROFILES[3])
@@ -73,11 +73,11 @@ fn rounded(events: &[Event]) -> Vec<Event> {
     events.iter().map(round).collect()
 }
 
-/// The GPU with the most memory in use that has a place for the profile, and there the place that leaves the most: it knows
-/// all GPUs and MIG's rules.
+/// Chooses the GPU with the most memory in use that has room for the profile, and on it the placement that leaves the most room. It
+/// knows all GPUs and MIG's rules.
 struct BestFit {
     model: &'static Model,
-    /// By GPU: claims and their instances.
+    /// The claims and their instances of each GPU.
     held: Vec<Vec<(usize, Placed)>>,
 }
 
@@ -88,7 +88,7 @@ impl BestFit {
         Self { model, held }
     }
 
-    /// Where a profile can be placed beside these.
+    /// The placements of a profile beside these instances.
     fn places(&self, held: &[Placed], wanted: &'static GpuProfile) -> Vec<Placed> {
         let starts = wanted.starts.iter().map(|start| (wanted, *start));
         starts
@@ -96,7 +96,7 @@ impl BestFit {
             .collect()
     }
 
-    /// What could still be placed: the more and the larger the better.
+    /// A score of what still fits: it grows with the number and size of further instances.
     fn room(&self, held: &[Placed]) -> u32 {
         let named = |name: &str| self.model.profiles.iter().find(move |it| it.name == name);
         let profiles = PROFILES
@@ -110,11 +110,15 @@ impl BestFit {
     }
 }
 
-impl Place for BestFit {
+impl Placer for BestFit {
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize> {
         let (name, _) = profile(size);
-        let wanted = self.model.profiles.iter().find(|it| it.name == name);
-        let wanted = wanted.with_context(|| format!("no profile {name}"))?;
+        let wanted = self
+            .model
+            .profiles
+            .iter()
+            .find(|it| it.name == name)
+            .with_context(|| format!("no profile {name}"))?;
         let mut best = None;
         for (gpu, held) in self.held.iter().enumerate() {
             let held: Vec<Placed> = held.iter().map(|(_, placed)| *placed).collect();
@@ -156,7 +160,7 @@ mod tests {
     fn best_fit_keeps_places_for_large_profiles() {
         let mut best = BestFit::new();
         let mut start = |number, size| best.start(number, size).unwrap();
-        // The small ones share a half, so that the large one fits beside them.
+        // The small instances share a half, so that the large one fits beside them.
         for number in 0..3 {
             assert_eq!(start(number, 125), 0);
         }

@@ -1,4 +1,4 @@
-//! Who chooses GPUs, and what it costs.
+//! Chooses GPUs, and counts the cost.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,7 +6,7 @@ use anyhow::Context;
 
 use super::lives::Event;
 
-/// GPUs in use and what is free of them, summed over all moments.
+/// GPUs in use and their free parts, summed over all moments.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Sum {
     pub gpus: u64,
@@ -14,7 +14,7 @@ pub struct Sum {
 }
 
 impl Sum {
-    /// What is free, in percent.
+    /// The free part, in percent.
     pub fn free_percent(self) -> f64 {
         100.0 * ratio(self.free, 1000 * self.gpus)
     }
@@ -26,15 +26,15 @@ pub fn ratio(part: u64, whole: u64) -> f64 {
 }
 
 /// Chooses GPUs for shares.
-pub trait Place {
+pub trait Placer {
     /// The GPU of a new share.
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize>;
     /// A share ends.
     fn end(&mut self, number: usize, gpu: usize, size: u32) -> anyhow::Result<()>;
 }
 
-/// Counts from the moment at which the first share ends, after each event.
-pub fn place(events: &[Event], place: &mut impl Place, sum: &mut Sum) -> anyhow::Result<()> {
+/// Counts after each event, from the end of the first share on.
+pub fn place(events: &[Event], place: &mut impl Placer, sum: &mut Sum) -> anyhow::Result<()> {
     let mut alive: BTreeMap<usize, (usize, u32)> = BTreeMap::new();
     let mut counting = false;
     for event in events {

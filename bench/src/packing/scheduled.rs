@@ -15,7 +15,7 @@ use tranche_driver::slices::{self, NodeInput};
 use tranche_simulator_machine::mig::{Model, ModelName};
 
 use super::lives::Event;
-use super::place::{Place, Sum, place};
+use super::place::{Placer, Sum, place};
 
 const NODE: &str = "node-a";
 
@@ -27,7 +27,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// So many H100 in this tier under the default policy, which is returned, too.
+    /// Plans a node with `gpus` H100 in this tier under the default policy, and also returns the policy.
     pub fn plan(gpus: u32, tier: Tier) -> anyhow::Result<(Self, SharingPolicy)> {
         let policy: SharingPolicy = serde_json::from_value(json!({
             "apiVersion": "gpu.tranche.dev/v1alpha1",
@@ -46,8 +46,11 @@ impl Node {
             policies: std::slice::from_ref(&policy),
             retained: &[],
         })?;
-        let slices = plan.slices.iter().map(|slice| plan.object(slice, 1));
-        let slices: Vec<ResourceSlice> = slices.collect();
+        let slices: Vec<ResourceSlice> = plan
+            .slices
+            .iter()
+            .map(|slice| plan.object(slice, 1))
+            .collect();
         let mut of_device = BTreeMap::new();
         for device in slices
             .iter()
@@ -57,8 +60,10 @@ impl Node {
                 .attributes
                 .as_ref()
                 .and_then(|it| it.get(attribute::UUID)?.string.as_ref());
-            let gpu = uuids.iter().position(|it| Some(*it) == uuid);
-            let gpu = gpu.with_context(|| format!("{} is of no GPU", device.name))?;
+            let gpu = uuids
+                .iter()
+                .position(|it| Some(*it) == uuid)
+                .with_context(|| format!("{} is of no GPU", device.name))?;
             of_device.insert(device.name.clone(), gpu);
         }
         anyhow::ensure!(!of_device.is_empty(), "no device is planned");
@@ -69,7 +74,7 @@ impl Node {
         Ok((node, policy))
     }
 
-    /// Adds up what the events cost under our order, and under the reverse.
+    /// Adds up the cost of the events under our order of devices, and under the reverse order.
     pub fn measure(
         &self,
         scheduler: &mut Scheduler,
@@ -90,7 +95,7 @@ impl Node {
         Ok(())
     }
 
-    /// The slices and their devices in the reverse order: the allocator goes by the slices' names.
+    /// The slices and their devices in the reverse order. The allocator uses the order of the slices' names.
     fn reversed(&self) -> Vec<ResourceSlice> {
         let mut reversed = self.slices.clone();
         let count = reversed.len();
@@ -102,7 +107,7 @@ impl Node {
     }
 }
 
-/// A node's inventory with so many H100.
+/// A node's inventory with `count` H100.
 pub fn h100s(count: u32) -> Inventory {
     let gpus: Vec<Gpu> = (0..count).map(h100).collect();
     let uuids: Vec<String> = gpus.iter().map(|gpu| gpu.uuid.clone()).collect();
@@ -142,7 +147,7 @@ struct FirstFit<'a, C> {
     claim: &'a C,
 }
 
-impl<C: Fn(usize, u32) -> ResourceClaim> Place for FirstFit<'_, C> {
+impl<C: Fn(usize, u32) -> ResourceClaim> Placer for FirstFit<'_, C> {
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize> {
         let claim = (self.claim)(number, size);
         let outcome = self.scheduler.allocate(&[claim], Knowledge::All)?;

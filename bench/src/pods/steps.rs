@@ -1,4 +1,4 @@
-//! The steps of a pod's start, and how long the kubelet says that each of them took.
+//! The steps of a pod's start, and their times by the kubelet's metrics.
 //!
 //! ```text
 //!  created ─► scheduler ─► kubelet: claim ─► our Prepare ─► sandbox ─► create ─► start ─► Running
@@ -9,22 +9,22 @@ use anyhow::Context;
 use kube::Client;
 use tranche_api::names::DRIVER;
 
-/// Who takes a pod's time.
+/// A step of a pod's start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Step {
-    /// Until the pod has a node: the allocation, and its write.
+    /// Until the pod has a node: the scheduler allocates and writes.
     Scheduler,
-    /// What the kubelet adds to the driver's Prepare: its reads and its checkpoint.
+    /// The kubelet's own part of preparing claims: its reads and its checkpoint.
     Claim,
     /// The driver's Prepare.
     Prepare,
     /// The pod's sandbox.
     Sandbox,
-    /// The container is created: the runtime applies CDI's edits.
+    /// The runtime creates the container and applies CDI's edits.
     Create,
-    /// The container is started: mounts and hooks.
+    /// The runtime starts the container: mounts and hooks.
     Start,
-    /// The rest of the way to Running.
+    /// The rest of the time until Running.
     Rest,
 }
 
@@ -40,7 +40,7 @@ pub const STEPS: [Step; 7] = [
 ];
 
 impl Step {
-    /// As in a promise's id.
+    /// The name in a promise's ID.
     pub const fn as_str(self) -> &'static str {
         match self {
             Self::Scheduler => "scheduler",
@@ -54,7 +54,7 @@ impl Step {
     }
 }
 
-/// What the kubelet has counted so far of each step, in milliseconds.
+/// The kubelet's counters of each step, in milliseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Counted {
     resources: f64,
@@ -77,7 +77,7 @@ impl Counted {
         Ok(Self::of(&text))
     }
 
-    /// From the text of the kubelet's metrics.
+    /// Reads the text of the kubelet's metrics.
     fn of(text: &str) -> Self {
         let runtime = |operation: &str| {
             let label = format!("operation_type=\"{operation}\"");
@@ -105,8 +105,8 @@ impl Counted {
         }
     }
 
-    /// Milliseconds of each step of a pod that was scheduled after `scheduled` and ran after `running`, where
-    /// `before` was counted before it was created and `self` since.
+    /// Milliseconds of each step of a pod that was scheduled after `scheduled` and ran after `running`. `before` was read before the
+    /// pod's creation, `self` after its start.
     pub fn steps(&self, before: &Self, scheduled: f64, running: f64) -> [(Step, f64); STEPS.len()] {
         let prepare = self.prepare - before.prepare;
         let claim = self.resources - before.resources - prepare;
@@ -129,7 +129,7 @@ impl Counted {
     }
 }
 
-/// The sum of a metric's values over the lines that have all of the labels, in milliseconds of its seconds.
+/// The sum of a metric over the lines that have all labels, converted from seconds to milliseconds.
 fn sum(text: &str, name: &str, labels: &[&str]) -> f64 {
     let of_line = |line: &str| {
         let (found, rest) = line.split_once('{')?;
@@ -144,7 +144,7 @@ fn sum(text: &str, name: &str, labels: &[&str]) -> f64 {
 mod tests {
     use super::*;
 
-    /// As a kubelet 1.37 writes them.
+    /// Metrics of a kubelet 1.37.
     const METRICS: &str = r#"
 # TYPE dra_grpc_operations_duration_seconds histogram
 dra_grpc_operations_duration_seconds_sum{driver_name="gpu.tranche.dev",grpc_status_code="OK",method_name="/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources"} 0.004

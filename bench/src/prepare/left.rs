@@ -1,4 +1,4 @@
-//! Finds files of claims that are left on the node after their release.
+//! Finds files that claims left on the node after their release.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

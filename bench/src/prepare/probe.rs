@@ -43,7 +43,7 @@ impl Probe {
         timed(async { Ok(self.claims.get(&claim.name).await?) }).await
     }
 
-    /// The time of as many concurrent GETs as there are claims, until the last answer, in each round.
+    /// The time of one GET for each claim at once, until the last answer, in each round.
     pub async fn gets_at_once(
         &self,
         claims: &[ClaimId],
@@ -81,7 +81,7 @@ impl Probe {
         Ok(f64::from(answers) / start.elapsed().as_secs_f64())
     }
 
-    /// The time to write one file so that after a power failure it is whole or not there: fsync, rename.
+    /// The time to write one file with fsync and rename, so that after a power failure it is complete or does not exist.
     pub fn write(&self) -> anyhow::Result<Duration> {
         let (temporary, path) = (self.folder.join("journal.tmp"), self.folder.join("journal"));
         let start = Instant::now();

@@ -1,7 +1,7 @@
 //! A Prepare in each tier.
 //!
-//! A second claim of the tier holds the GPU meanwhile, where there can be one: the GPU is in MIG mode, and its MPS daemon runs. So
-//! the times have what each claim costs, beside the calls of a driver that answers at once.
+//! Meanwhile a second claim of the tier, where one is possible, keeps the GPU in MIG mode and its MPS daemon running. So the times are
+//! the cost of each claim. The simulated driver answers at once.
 
 use std::sync::Arc;
 

@@ -13,10 +13,10 @@ pub type Pointer = u64;
 type Result = c_int;
 const SUCCESS: Result = 0;
 const OUT_OF_MEMORY: Result = 2;
-/// The version of the API that addresses are asked for.
+/// The version of the API in requests for addresses.
 const VERSION: c_int = 12_000;
 
-/// A kernel whose name tells the simulator to take no time for it; a GPU compiles and runs it.
+/// A kernel whose name makes the simulator run it in no time; a GPU compiles and runs it.
 const PTX: &CStr = c".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry sim_busy_0us()\n{\n\tret;\n}\n";
 const KERNEL: &CStr = c"sim_busy_0us";
 
@@ -88,7 +88,7 @@ impl Cuda {
         }
     }
 
-    /// A kernel that works for about so many microseconds; the simulator knows by its name.
+    /// A kernel that works for about `micros` microseconds. The simulator takes the time from its name.
     pub fn kernel_that_works(&self, micros: u64) -> anyhow::Result<Pointer> {
         let name = format!("sim_busy_{micros}us");
         // A GPU does about a thousand and a half cycles in a microsecond.
@@ -107,7 +107,7 @@ impl Cuda {
         check("cuInit", (self.init)(0))
     }
 
-    /// How many GPUs there are.
+    /// The number of GPUs.
     pub fn device_count(&self) -> anyhow::Result<c_int> {
         let mut count = 0;
         // SAFETY: a place for an int.
@@ -117,7 +117,7 @@ impl Cuda {
         Ok(count)
     }
 
-    /// As NVML prints it.
+    /// A GPU's UUID in the form that NVML prints.
     pub fn device_uuid(&self, ordinal: c_int) -> anyhow::Result<String> {
         let mut bytes = [0; 16];
         // SAFETY: a place for 16 bytes; a device's handle is its ordinal.
@@ -149,7 +149,7 @@ impl Cuda {
         Ok(pointer)
     }
 
-    /// Allocates what must be refused for want of memory.
+    /// Makes an allocation that must be refused as out of memory.
     pub fn refused(&self, bytes: usize) -> anyhow::Result<()> {
         let mut pointer = 0;
         // SAFETY: a place for a pointer.
@@ -206,12 +206,12 @@ impl Cuda {
         Ok(function as Pointer)
     }
 
-    /// Waits for all that was launched.
+    /// Waits for all launches.
     pub fn synchronize(&self) -> anyhow::Result<()> {
         check("cuCtxSynchronize", (self.ctx_synchronize)())
     }
 
-    /// Launches it on the default stream, one thread.
+    /// Launches a kernel on the default stream with one thread.
     pub fn launch(&self, kernel: Pointer) -> anyhow::Result<()> {
         let kernel = kernel as *mut c_void;
         // SAFETY: a function of a loaded module, which takes no arguments.

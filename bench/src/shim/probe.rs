@@ -8,7 +8,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::cuda::{Cuda, Pointer};
 
-/// The probe's command line; for a world alone.
+/// The probe's command line; only a world uses it.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ProbeArgs {
     /// What it does
@@ -18,7 +18,7 @@ pub struct ProbeArgs {
     rate: RateArgs,
 }
 
-/// What a rate is of.
+/// The kernel and the times of a rate.
 #[derive(Clone, Copy, Debug, Default, clap::Args)]
 pub struct RateArgs {
     /// Microseconds of a kernel
@@ -33,7 +33,7 @@ pub struct RateArgs {
 }
 
 impl RateArgs {
-    /// As a command line.
+    /// The command line.
     pub fn arguments(self) -> [String; 3] {
         [
             format!("--micros={}", self.micros),
@@ -53,14 +53,14 @@ enum What {
     Rate,
 }
 
-/// What a probe says before it waits.
+/// The line that a probe prints before it waits.
 pub const READY: &str = "ready";
 
 /// `cuMemAlloc` of a page and `cuMemFree`.
 pub const ALLOC: &str = "alloc";
-/// The same while many others are there.
+/// The same while there are many other allocations.
 pub const ALLOC_LIVE: &str = "alloc-live";
-/// `cuMemAlloc` of more than there is.
+/// `cuMemAlloc` of more memory than is left.
 pub const REFUSAL: &str = "refusal";
 /// `cuMemGetInfo`.
 pub const MEM_INFO: &str = "mem-info";
@@ -71,11 +71,11 @@ pub const LAUNCH: &str = "launch";
 
 const BLOCK: usize = 4096;
 const LIVE: usize = 10_000;
-/// Calls per time taken: the clock's own cost is lost in them.
+/// Calls per reading of the clock, so that the cost of the reading does not matter.
 const BATCH: u32 = 200;
 const BATCHES: usize = 50;
 
-/// The GPUs' UUIDs, as the driver has them.
+/// The GPUs' UUIDs in the driver's order.
 pub fn gpus() -> anyhow::Result<Vec<String>> {
     let cuda = Cuda::load()?;
     cuda.init()?;
@@ -84,7 +84,7 @@ pub fn gpus() -> anyhow::Result<Vec<String>> {
         .collect()
 }
 
-/// Does what it is told.
+/// Runs the probe.
 pub fn run(args: &ProbeArgs) -> anyhow::Result<()> {
     let cuda = Cuda::load()?;
     cuda.init()?;
@@ -109,8 +109,8 @@ pub fn run(args: &ProbeArgs) -> anyhow::Result<()> {
     }
 }
 
-/// Launches a second, for so many milliseconds. Waits for the GPU every 200 ms of its work: while it waits
-/// and wakes, the GPU idles.
+/// Launches per second over `millis` milliseconds. It waits for the GPU only after every 200 ms of the GPU's work, because the GPU is
+/// idle while the program wakes up.
 fn rate(cuda: &Cuda, kernel: Pointer, micros: u64, millis: u64) -> anyhow::Result<f64> {
     let start = Instant::now();
     let mut launches = 0u32;
@@ -130,7 +130,7 @@ fn calls(cuda: &Cuda, kernel: Pointer) -> anyhow::Result<BTreeMap<&'static str, 
         cuda.free(pointer)
     };
     let (_, total) = cuda.mem_info()?;
-    // With one byte in use all of it is too much, and only a look at what is left can tell.
+    // With one byte in use, an allocation of the total is too much, which only a look at the rest can tell.
     let kept = cuda.alloc(1)?;
     let mut calls = BTreeMap::from([
         (ALLOC, timed(alloc_and_free)?),

@@ -1,5 +1,4 @@
-//! The part of a GPU's time that a share gets: the rate of its launches, divided by that of the same program alone and
-//! without a limit.
+//! The part of a GPU's time that a share gets: the rate of its launches divided by that of the same program alone and without a limit.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -76,8 +75,8 @@ fn alone(args: &Args, world: World, flags: &[String], of: RateArgs) -> anyhow::R
     answer_of(command, &format!("{world:?} rate"))
 }
 
-/// Percent of the GPU's time that shares of so many cores have beside each other, with the node's
-/// sampler, kernels of a millisecond and time to settle.
+/// Percent of the GPU's time that shares with these cores get beside each other, with the node's sampler, kernels of a millisecond
+/// and time to settle.
 fn together(args: &Args, cores: &[u8], whole: f64) -> anyhow::Result<Vec<f64>> {
     eprintln!("shares of {cores:?} percent beside each other");
     let mut worlds = cores
@@ -107,7 +106,7 @@ fn together(args: &Args, cores: &[u8], whole: f64) -> anyhow::Result<Vec<f64>> {
         if !running {
             break;
         }
-        // A world that is not made yet or has ended has nothing to sample.
+        // There is nothing to sample before a world is made and after it has ended.
         let made = |folder: &&PathBuf| folder.join("account").exists();
         let folders: Vec<PathBuf> = folders.iter().filter(made).cloned().collect();
         sampler.step(now(), &folders, &mut utilization);

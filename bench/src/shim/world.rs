@@ -1,4 +1,4 @@
-//! One of the environments of a program, in its own mount namespace.
+//! An environment of a program, in its own mount namespace.
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -23,26 +23,26 @@ pub enum World {
     Bare,
     /// As in a container with a capped share of every GPU.
     Capped,
-    /// The same, and the shares have all of the GPUs' time: launches are counted, not priced.
+    /// The same, but the shares have all of the GPUs' time: launches are counted, not priced.
     WholeTime,
 }
 
 /// The measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Measure {
-    /// Seconds that a program without CUDA takes, for programs one after another.
+    /// Seconds of a program without CUDA, for programs one after another.
     Load,
-    /// Seconds that a program takes that initialises CUDA, for programs one after another.
+    /// Seconds of a program that initialises CUDA, for programs one after another.
     Init,
-    /// Seconds until so many of these programs, started at once, have ended.
+    /// Seconds until all of `count` such programs, started at once, have ended.
     Crowd,
-    /// Nanoseconds of calls, in so many concurrent processes.
+    /// Nanoseconds of calls, in `count` concurrent processes.
     Calls,
     /// Launches per second of a program that launches as fast as it can.
     Rate,
 }
 
-/// The world's command line; for [`super::run`] alone.
+/// The world's command line; only [`super::run`] uses it.
 #[derive(Clone, Debug, clap::Args)]
 pub struct WorldArgs {
     /// The environment
@@ -71,7 +71,7 @@ const CORES: u8 = 99;
 enum Grant {
     /// Its cores.
     Cores,
-    /// More than is ever used, for measurements of a launch's cost and not of its wait.
+    /// More time than is ever used, to measure a launch's cost without its wait.
     Endless,
 }
 
@@ -100,12 +100,12 @@ const OURS: &str = "/usr/lib/tranche";
 const PRELOAD: &str = "/etc/ld.so.preload";
 /// The library folder of Debian's driver.
 const DRIVER: &str = "/usr/lib/x86_64-linux-gnu";
-/// More than all probes have at a time, with their contexts.
+/// More memory than all probes and their contexts have at a time.
 const LIMIT: u64 = 16 << 30;
 
 /// Makes the world, measures, and prints the answer as JSON.
 pub fn run(args: &WorldArgs) -> anyhow::Result<()> {
-    // Read before the shim stands before the driver.
+    // Read before the shim covers the driver.
     let gpus = probe::gpus()?;
     let folder = layer().context("making a container's file system")?;
     if args.world != World::Bare {
@@ -137,8 +137,8 @@ fn json(value: &impl Serialize) -> anyhow::Result<String> {
     Ok(serde_json::to_string(value)?)
 }
 
-/// Mounts an overlay over the node's libraries and settings, as a container's file system has one. Returns the folder of
-/// the files that are written to it.
+/// Mounts an overlay over the node's libraries and settings, like that of a container's file system. Returns the folder with the
+/// files that are written to it.
 fn layer() -> anyhow::Result<PathBuf> {
     let folder = std::env::temp_dir();
     mount("tmpfs", &folder, "tmpfs", MountFlags::empty(), c"mode=0755")
@@ -147,12 +147,12 @@ fn layer() -> anyhow::Result<PathBuf> {
         let (upper, work) = (folder.join(name), folder.join(format!("{name}.work")));
         fs::create_dir(&upper)?;
         fs::create_dir(&work)?;
-        let options = format!(
+        let folders = format!(
             "lowerdir={over},upperdir={},workdir={}",
             upper.display(),
             work.display()
         );
-        let options = CString::new(options)?;
+        let options = CString::new(folders)?;
         mount(
             "overlay",
             over,
@@ -165,7 +165,7 @@ fn layer() -> anyhow::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Puts all files where a capped container has them: see docs/architecture.md.
+/// Puts all files where a capped container has them; see docs/architecture.md.
 fn cap(folder: &Path, shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> anyhow::Result<()> {
     fs::create_dir_all(format!("{OURS}/driver"))?;
     for library in LIBRARIES {
@@ -188,7 +188,7 @@ fn cap(folder: &Path, shim: &Path, gpus: &[String], cores: u8, grant: Grant) -> 
 
 /// A share's two pages, on tmpfs.
 fn pages(folder: &Path, key: &str, gpu: &str, cores: u8, grant: Grant) -> anyhow::Result<()> {
-    let cap = CapPage {
+    let mut cap = CapPage {
         gpu_uuid: gpu,
         memory_limit: Some(LIMIT),
         resident_limit: None,
@@ -198,20 +198,19 @@ fn pages(folder: &Path, key: &str, gpu: &str, cores: u8, grant: Grant) -> anyhow
         compute_policy: ComputePolicy::Strict,
         claim_uid: "00000000-0000-4000-8000-000000000000",
         device_key: key,
-    };
-    let mut cap = cap
-        .encode()
-        .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
+    }
+    .encode()
+    .map_err(|error| anyhow::anyhow!("cap page of {gpu}: {error}"))?;
     if let Grant::Endless = grant {
         let endless = Refill {
             rate: 1_000_000_000_000,
             until: u64::MAX,
             ..Refill::default()
         };
-        let at = refill::OFFSET;
-        cap[at..at + 8].copy_from_slice(&1u64.to_le_bytes());
-        let at = at + refill::offset_of_turn(1);
-        cap[at..at + refill::COPY_LEN].copy_from_slice(&endless.encode());
+        let turn = refill::OFFSET;
+        cap[turn..turn + 8].copy_from_slice(&1u64.to_le_bytes());
+        let copy = turn + refill::offset_of_turn(1);
+        cap[copy..copy + refill::COPY_LEN].copy_from_slice(&endless.encode());
     }
     let share = Path::new(paths::SHARES).join(key);
     fs::create_dir_all(&share)?;
@@ -288,7 +287,7 @@ fn crowd(count: usize) -> anyhow::Result<f64> {
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Starts so many probes, makes them begin together, and joins their answers to a JSON list.
+/// Starts `count` probes, makes them begin together, and joins their results in a JSON list.
 fn calls(count: usize) -> anyhow::Result<String> {
     let mut children = (0..count)
         .map(|_| {

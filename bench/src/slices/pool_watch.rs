@@ -46,7 +46,7 @@ impl std::fmt::Debug for PoolWatch {
 }
 
 impl PoolWatch {
-    /// Begins with the present objects. The API server ends a watch after some minutes, so each measurement has its own.
+    /// Starts with the current objects. The API server ends a watch after some minutes, so each measurement has its own.
     pub async fn start(cluster: &Cluster) -> anyhow::Result<Self> {
         let slices: Api<ResourceSlice> = Api::all(cluster.client.clone());
         let nodes: Api<GpuNode> = Api::all(cluster.client.clone());

@@ -1,13 +1,12 @@
-//! A cluster that is described instead of run: an API server on loopback that lists and watches nodes with GPUs, whose slices are
-//! those of the driver's own planner, claims on them, and what they use. `bench/ui/ui.py` measures `kubectl tranche` with it and
-//! takes pictures of `kubectl tranche ui`.
+//! A scripted cluster: an API server on loopback that lists and watches nodes with GPUs, claims on them, and their use. The driver's
+//! own planner makes the slices. `bench/ui/ui.py` measures `kubectl tranche` with it and takes pictures of `kubectl tranche ui`.
 //!
 //! usage: scripted-cluster NODES GPUS CHANGES
 //!
-//! It prints its address. CHANGES is how many claims a second come and go.
+//! It prints its address. CHANGES is the number of claims that come or go in a second.
 //!
 //! ```text
-//!  tenants  who holds which part of which GPU, and what he does with it
+//!  tenants  the tenants of each GPU, their parts and what they do
 //!  objects  tenants ─► claims; nodes ─► GpuNodes and slices
 //!  usage    tenants and the time ─► the objects of usage.gpu.tranche.dev
 //!  serve    lists in pages, and watches
@@ -34,21 +33,21 @@ use tokio::sync::broadcast;
 use tranche_api::Tier;
 
 use objects::{Planner, pending, waiting};
-use tenants::{Place, Tenant};
+use tenants::{GpuPosition, Tenant};
 
-/// What is served, as JSON where it stays the same: to make it takes longer than to read it.
+/// The served objects. Objects that do not change are kept as JSON, because making them takes longer than reading them.
 struct Cluster {
     nodes: usize,
     gpus: usize,
     began: Instant,
     gpu_nodes: Vec<String>,
     slices: Vec<String>,
-    /// With their namespaces.
+    /// Pods, each with its namespace.
     pods: Vec<(String, String)>,
-    /// With their namespaces. They are there all the time.
+    /// Claims that do not change, each with its namespace.
     claims: Vec<(String, String)>,
-    /// The GPUs with a claim that came and has not gone.
-    bursts: Mutex<BTreeSet<Place>>,
+    /// The GPUs that now have a claim that comes and goes.
+    bursts: Mutex<BTreeSet<GpuPosition>>,
     events: broadcast::Sender<Bytes>,
 }
 
@@ -101,13 +100,13 @@ impl Cluster {
         cluster
     }
 
-    fn places(&self) -> impl Iterator<Item = Place> + use<> {
+    fn places(&self) -> impl Iterator<Item = GpuPosition> + use<> {
         let gpus = self.gpus;
-        (0..self.nodes).flat_map(move |node| (0..gpus).map(move |gpu| Place { node, gpu }))
+        (0..self.nodes).flat_map(move |node| (0..gpus).map(move |gpu| GpuPosition { node, gpu }))
     }
 
-    /// Who holds parts of a GPU now.
-    fn tenants(&self, place: Place) -> Vec<Tenant> {
+    /// The current tenants of a GPU.
+    fn tenants(&self, place: GpuPosition) -> Vec<Tenant> {
         if self.bursts.lock().unwrap().contains(&place) {
             return vec![tenants::burst(place)];
         }
@@ -115,14 +114,14 @@ impl Cluster {
     }
 }
 
-/// Claims that come and go on GPUs that are free: `changes` a second.
+/// Makes claims come and go on free GPUs, with `changes` changes a second.
 async fn come_and_go(cluster: Arc<Cluster>, changes: usize) {
     let mut ticks = tokio::time::interval(Duration::from_secs(1) / u32::try_from(changes).unwrap());
-    let is_free = |place: &Place| tenants::of(*place).is_empty();
-    let free: Vec<Place> = cluster.places().filter(is_free).collect();
+    let is_free = |place: &GpuPosition| tenants::of(*place).is_empty();
+    let free: Vec<GpuPosition> = cluster.places().filter(is_free).collect();
     for nth in 0.. {
         ticks.tick().await;
-        // An odd step removes what the even one before it made.
+        // An odd step removes the claim of the even step before it.
         let place = free[(nth / 2) % free.len()];
         let kind = if usize::is_multiple_of(nth, 2) {
             cluster.bursts.lock().unwrap().insert(place);

@@ -8,15 +8,15 @@ use tranche_api::{GpuNode, GpuNodeSpec, SharingPolicy, Tier};
 use tranche_driver::mig::tables;
 use tranche_driver::slices::{Content, NodeInput, plan};
 
-use crate::tenants::{Part, Place, Tenant};
+use crate::tenants::{GpuPosition, Part, Tenant};
 
 pub const PRODUCT: &str = "NVIDIA H100 80GB HBM3";
 pub const DRIVER_VERSION: &str = "580.95.05";
-/// MiB of a GPU, and what the driver keeps of them.
+/// MiB of a GPU, and the MiB that the driver reserves.
 pub const MEMORY: u64 = 81_559;
 pub const RESERVED: u64 = 551;
 
-/// What the scheduler says of a pod that fits nowhere.
+/// The scheduler's message on a pod that fits nowhere.
 const UNSCHEDULABLE: &str = "0/6 nodes are available: 6 cannot allocate all claims. still not schedulable, preemption: 0/6 nodes are \
                              available: 6 Preemption is not helpful for scheduling.";
 
@@ -36,16 +36,16 @@ impl Default for Planner {
 impl Planner {
     /// A node's GpuNode and its slices.
     pub fn node(&self, node: usize, gpus: usize) -> (String, Vec<String>) {
-        let places = (0..gpus).map(|gpu| Place { node, gpu });
+        let places = (0..gpus).map(|gpu| GpuPosition { node, gpu });
         let described: Vec<Gpu> = places
             .clone()
             .map(|it| serde_json::from_value(gpu(it)).unwrap())
             .collect();
-        let uuids: Vec<String> = places.map(Place::uuid).collect();
-        let uuids: Vec<&str> = uuids.iter().map(String::as_str).collect();
+        let owned: Vec<String> = places.map(GpuPosition::uuid).collect();
+        let uuids: Vec<&str> = owned.iter().map(String::as_str).collect();
         let mut inventory = Inventory::new(DRIVER_VERSION.into(), "13.0".into(), described);
         inventory.mig_geometries = vec![tables::h100(&uuids)];
-        let name = Place { node, gpu: 0 }.node_name();
+        let name = GpuPosition { node, gpu: 0 }.node_name();
         let slices = self.slices(&name, gpus, &inventory);
         let mut object = json!(GpuNode::new(&name, GpuNodeSpec {}));
         object["metadata"]["uid"] = json!(name);
@@ -64,9 +64,9 @@ impl Planner {
             withheld: &[],
             policies: std::slice::from_ref(&self.0),
             retained: &[],
-        });
-        let planned = planned.unwrap();
-        // Pages are counted by it.
+        })
+        .unwrap();
+        // The number of pages depends on it.
         assert_eq!(planned.slices.len(), gpus + 1, "slices of {name}");
         let slices = planned.slices.into_iter().map(|slice| {
             let mut spec = json!({
@@ -91,8 +91,8 @@ pub fn pci_address(gpu: usize) -> String {
     format!("0000:{:02x}:00.0", 0x1b + gpu)
 }
 
-fn gpu(place: Place) -> Value {
-    let Place { gpu, .. } = place;
+fn gpu(place: GpuPosition) -> Value {
+    let GpuPosition { gpu, .. } = place;
     json!({
         "uuid": place.uuid(), "minor": gpu, "index": gpu, "productName": PRODUCT, "brand": "Nvidia",
         "architecture": "Hopper", "cudaComputeCapability": "9.0", "pciBusID": pci_address(gpu),
@@ -128,7 +128,7 @@ pub fn claim(tenant: &Tenant) -> Value {
     claim
 }
 
-/// A claim that has nothing yet.
+/// A claim without an allocation.
 pub fn waiting(namespace: &str, name: &str, tier: Tier) -> Value {
     let asked = (tier == Tier::Capped).then(|| json!({"memory": "64Gi", "cores": "60"}));
     request(namespace, name, tier, asked)
@@ -155,7 +155,7 @@ fn request(namespace: &str, name: &str, tier: Tier, asked: Option<Value>) -> Val
     })
 }
 
-/// A pod that waits since some minutes.
+/// A pod that has been waiting for some minutes.
 pub fn pending(namespace: &str, name: &str, minutes: i64) -> Value {
     let since = jiff::Timestamp::now() - jiff::SignedDuration::from_mins(minutes);
     json!({

@@ -1,4 +1,4 @@
-//! Lists and watches, as an API server answers them.
+//! Answers lists and watches as an API server does.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use axum::response::{IntoResponse, Response};
 use futures::{StreamExt, stream};
 use serde_json::json;
 
-use crate::tenants::Place;
+use crate::tenants::GpuPosition;
 use crate::{Cluster, objects, tenants, usage};
 
 /// A part of a list.
@@ -41,7 +41,7 @@ pub async fn answer(State(cluster): State<Arc<Cluster>>, request: Request) -> Re
     list(&cluster, resource, namespace, &page).unwrap_or_else(not_found)
 }
 
-/// The resource of a path, and the namespace in which it is asked for.
+/// The resource and the namespace of a path.
 fn resource(path: &str) -> (&str, Option<&str>) {
     let (before, resource) = path.rsplit_once('/').unwrap_or(("", path));
     let namespace = before.split_once("/namespaces/").map(|(_, name)| name);
@@ -59,7 +59,7 @@ fn list(
         let wanted = all.iter().filter(|(of, _)| is_wanted(of));
         wanted.map(|(_, object)| object.clone()).collect()
     };
-    let bursts = || -> Vec<Place> {
+    let bursts = || -> Vec<GpuPosition> {
         let bursts = cluster.bursts.lock().unwrap();
         bursts
             .iter()
@@ -83,7 +83,7 @@ fn list(
             Some(page.of(&nodes, |node| usage::of_node(cluster, *node)))
         }
         "claimusages" => {
-            let places: Vec<Place> = cluster.places().collect();
+            let places: Vec<GpuPosition> = cluster.places().collect();
             let all = places.into_iter().flat_map(|it| cluster.tenants(it));
             let wanted: Vec<_> = all.filter(|it| is_wanted(it.namespace)).collect();
             Some(page.of(&wanted, |tenant| usage::of_claim(cluster, tenant)))
@@ -93,7 +93,7 @@ fn list(
 }
 
 impl Page {
-    /// This part of a list of all objects. Only what is in it is made.
+    /// This part of a list. It makes only the objects of the part.
     fn of<T>(&self, all: &[T], object: impl Fn(&T) -> String) -> Response {
         let start = self.start.min(all.len());
         let next = start.saturating_add(self.limit).min(all.len());
@@ -101,8 +101,8 @@ impl Page {
         if next < all.len() {
             metadata["continue"] = json!(next.to_string());
         }
-        let items: Vec<String> = all[start..next].iter().map(object).collect();
-        let items = items.join(",");
+        let page: Vec<String> = all[start..next].iter().map(object).collect();
+        let items = page.join(",");
         let list = format!(
             r#"{{"kind":"List","apiVersion":"v1","metadata":{metadata},"items":[{items}]}}"#
         );
@@ -116,7 +116,7 @@ fn not_found() -> Response {
     (StatusCode::NOT_FOUND, kind, body.to_string()).into_response()
 }
 
-/// Claims change; everything else stays as it was listed.
+/// Only claims change.
 fn watch(cluster: &Cluster, resource: &str) -> Response {
     let body = if resource == "resourceclaims" {
         let events = stream::unfold(cluster.events.subscribe(), |mut events| async {

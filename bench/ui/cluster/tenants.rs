@@ -1,30 +1,30 @@
-//! Who holds which part of which GPU, and what he does with it.
+//! The tenants of each GPU, their parts and what they do.
 
 use tranche_api::Tier;
 
 /// A GPU by its node's number and its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct GpuPosition {
     pub node: usize,
     pub gpu: usize,
 }
 
 /// A claim with a device, and its pod, which has the same name.
 pub struct Tenant {
-    pub place: Place,
+    pub place: GpuPosition,
     pub namespace: &'static str,
     pub name: String,
     pub part: Part,
     pub work: Work,
 }
 
-/// What a claim has of a GPU.
+/// A claim's part of a GPU.
 #[derive(Clone, Copy)]
 pub enum Part {
     Whole,
-    /// Of a capped or a concurrent device: GiB, percent of the cores.
+    /// A share of a capped or a concurrent device: GiB, percent of the cores.
     Share(Tier, u64, u64),
-    /// A MIG instance: its profile, the slice at which it begins, MiB.
+    /// A MIG instance: its profile, its first slice, MiB.
     Instance(&'static str, usize, u64),
     /// A turn of a timeshared device.
     Turn,
@@ -37,13 +37,13 @@ pub enum Work {
     Trains,
     /// It follows its users.
     Serves,
-    /// It computes for some minutes, then waits for somebody.
+    /// It computes for some minutes, then waits for its user.
     Tries,
-    /// Nobody came back to it.
+    /// Its user did not come back.
     Idles,
 }
 
-impl Place {
+impl GpuPosition {
     /// Its number in the cluster, if nodes have eight GPUs.
     pub fn nth(self) -> usize {
         self.node * 8 + self.gpu
@@ -54,7 +54,7 @@ impl Place {
     }
 
     pub fn uuid(self) -> String {
-        // Eight digits that differ: a device's name has these alone.
+        // The first eight digits differ, because a device's name has only these.
         let number = u32::try_from(self.node * 64 + self.gpu).unwrap();
         let first = number.wrapping_mul(2_654_435_761).wrapping_add(0x1f3a_0000);
         let (node, gpu) = (self.node, self.gpu);
@@ -87,7 +87,7 @@ impl Tenant {
         }
     }
 
-    /// The share of a device that several claims may have.
+    /// The share's ID, for a device that several claims may have.
     pub fn share_id(&self) -> Option<String> {
         let is_shared = matches!(self.part, Part::Share(..) | Part::Turn);
         is_shared.then(|| format!("share-{}", self.name))
@@ -102,8 +102,8 @@ impl Tenant {
     }
 }
 
-/// The tenants of a GPU; none of a free one.
-pub fn of(place: Place) -> Vec<Tenant> {
+/// The tenants of a GPU; empty for a free GPU.
+pub fn of(place: GpuPosition) -> Vec<Tenant> {
     let pattern = [
         whole, shares, partitions, shares, free, servers, shares, whole, turns, partitions, shares,
     ];
@@ -111,7 +111,7 @@ pub fn of(place: Place) -> Vec<Tenant> {
 }
 
 /// The tenant that comes and goes on a free GPU.
-pub fn burst(place: Place) -> Tenant {
+pub fn burst(place: GpuPosition) -> Tenant {
     Tenant {
         name: format!("job-{}-{}", place.node, place.gpu),
         ..tenant(
@@ -124,7 +124,13 @@ pub fn burst(place: Place) -> Tenant {
     }
 }
 
-fn tenant(place: Place, namespace: &'static str, what: &str, part: Part, work: Work) -> Tenant {
+fn tenant(
+    place: GpuPosition,
+    namespace: &'static str,
+    what: &str,
+    part: Part,
+    work: Work,
+) -> Tenant {
     Tenant {
         place,
         namespace,
@@ -134,18 +140,18 @@ fn tenant(place: Place, namespace: &'static str, what: &str, part: Part, work: W
     }
 }
 
-fn free(_: Place) -> Vec<Tenant> {
+fn free(_: GpuPosition) -> Vec<Tenant> {
     Vec::new()
 }
 
-fn whole(place: Place) -> Vec<Tenant> {
+fn whole(place: GpuPosition) -> Vec<Tenant> {
     let tenant = tenant(place, "research", "pretrain", Part::Whole, Work::Trains);
     vec![tenant]
 }
 
-fn shares(place: Place) -> Vec<Tenant> {
+fn shares(place: GpuPosition) -> Vec<Tenant> {
     let share = |gib, cores| Part::Share(Tier::Capped, gib, cores);
-    // Notebooks are what people forget.
+    // People forget notebooks.
     let notebook = if place.nth().is_multiple_of(3) {
         Work::Tries
     } else {
@@ -161,7 +167,7 @@ fn shares(place: Place) -> Vec<Tenant> {
     tenants
 }
 
-fn servers(place: Place) -> Vec<Tenant> {
+fn servers(place: GpuPosition) -> Vec<Tenant> {
     let share = Part::Share(Tier::Concurrent, 12, 30);
     let names = ["chat-a", "chat-b", "rerank"];
     names
@@ -169,7 +175,7 @@ fn servers(place: Place) -> Vec<Tenant> {
         .into()
 }
 
-fn partitions(place: Place) -> Vec<Tenant> {
+fn partitions(place: GpuPosition) -> Vec<Tenant> {
     let large = Part::Instance("3g.40gb", 0, 40_448);
     let small = Part::Instance("1g.10gb", 4, 9_856);
     vec![
@@ -178,7 +184,7 @@ fn partitions(place: Place) -> Vec<Tenant> {
     ]
 }
 
-fn turns(place: Place) -> Vec<Tenant> {
+fn turns(place: GpuPosition) -> Vec<Tenant> {
     vec![
         tenant(place, "demo", "workshop", Part::Turn, Work::Tries),
         tenant(place, "demo", "playground", Part::Turn, Work::Idles),

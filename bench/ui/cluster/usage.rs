@@ -1,4 +1,4 @@
-//! What tenants use now: the objects of `usage.gpu.tranche.dev`. As in a node's answer, all parts add up.
+//! The current use of tenants: the objects of `usage.gpu.tranche.dev`. As in a node's answer, all parts add up.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -11,20 +11,20 @@ use tranche_api::usage_api::{ClaimUsage, DeviceUsage, NodeUsageObject, Partition
 
 use crate::Cluster;
 use crate::objects::{DRIVER_VERSION, MEMORY, PRODUCT, RESERVED, pci_address};
-use crate::tenants::{Part, Place, Tenant, Work};
+use crate::tenants::{GpuPosition, Part, Tenant, Work};
 
 const MIB: u64 = 1 << 20;
-/// MiB that a GPU's driver takes beside its reserve, and a share has for the contexts of its processes.
+/// MiB that a GPU's driver takes beside its reserve, and MiB of a share for the contexts of its processes.
 const OF_DRIVER: u64 = 12;
 const CONTEXT: u64 = 512;
-/// Of so many GPUs, the one that is lost.
+/// One of this many GPUs is lost.
 const OF_GPUS: usize = 97;
 const LOST: usize = 43;
 
-/// What a tenant does at one time, in thousandths.
+/// A tenant's load at one time, in thousandths.
 struct Load {
     memory: u64,
-    /// Of its part of the GPU's time.
+    /// The used part of its GPU time.
     busy: u64,
     idle_seconds: u64,
 }
@@ -32,8 +32,8 @@ struct Load {
 /// A node's object.
 pub fn of_node(cluster: &Cluster, node: usize) -> String {
     let second = cluster.began.elapsed().as_secs();
-    let name = Place { node, gpu: 0 }.node_name();
-    let gpus = (0..cluster.gpus).map(|gpu| Place { node, gpu });
+    let name = GpuPosition { node, gpu: 0 }.node_name();
+    let gpus = (0..cluster.gpus).map(|gpu| GpuPosition { node, gpu });
     let usage = NodeUsage {
         node: name.clone(),
         driver_version: Some(DRIVER_VERSION.into()),
@@ -87,7 +87,7 @@ fn now() -> u64 {
     u64::try_from(since.as_millis()).unwrap()
 }
 
-fn gpu(place: Place, tenants: &[Tenant], second: u64) -> GpuUsage {
+fn gpu(place: GpuPosition, tenants: &[Tenant], second: u64) -> GpuUsage {
     let described = GpuUsage {
         uuid: place.uuid(),
         index: u32::try_from(place.gpu).ok(),
@@ -138,7 +138,7 @@ fn gpu(place: Place, tenants: &[Tenant], second: u64) -> GpuUsage {
     }
 }
 
-fn is_lost(place: Place) -> bool {
+fn is_lost(place: GpuPosition) -> bool {
     place.nth() % OF_GPUS == LOST
 }
 
@@ -213,7 +213,7 @@ fn share(tenant: &Tenant, second: u64) -> ShareUsage {
         Part::Whole => (MEMORY - RESERVED - OF_DRIVER, 100, false),
         Part::Share(_, gib, cores) => (gib * 1024, cores, true),
         Part::Instance(_, _, mib) => (mib, 100, false),
-        // There are two turns, and each takes what it likes.
+        // There are two turns, without limits.
         Part::Turn => (MEMORY / 4, 50, false),
     };
     let (allocated, reserved) = (mib * MIB, if is_limited { CONTEXT * MIB } else { 0 });
@@ -224,7 +224,7 @@ fn share(tenant: &Tenant, second: u64) -> ShareUsage {
     };
     let utilization = match tenant.part {
         _ if !known => Utilization::default(),
-        // NVML has no time of kernels in MIG mode.
+        // NVML does not measure the time of kernels in MIG mode.
         Part::Instance(..) => without_time(measures(load.busy * percent / 10)),
         _ => measures(load.busy * percent / 10),
     };
@@ -271,7 +271,7 @@ fn profile(tenant: &Tenant) -> &'static str {
     }
 }
 
-/// By which tenants of a kind differ.
+/// A number that makes tenants of a kind differ.
 fn seed(tenant: &Tenant) -> u64 {
     let place = u64::try_from(tenant.place.nth()).unwrap();
     let name = tenant.name.bytes().map(u64::from).sum::<u64>();

@@ -1,4 +1,4 @@
-//! What both suites of tests need.
+//! Helpers of both suites of tests.
 
 use std::path::Path;
 use std::process::Command;
@@ -27,8 +27,8 @@ pub fn kill(process: u32, signal: Signal) {
     kill_process(process, signal).unwrap();
 }
 
-/// Runs a script as root of a machine of its own, with this one's files and a simulated driver with two GPUs in them, whose
-/// `nvidia-persistenced` the script starts. What it changes goes to `work`.
+/// Runs a script as root of its own machine, which has this machine's files and a simulated driver with two GPUs. The script
+/// starts `nvidia-persistenced`. Its changes go to `work`.
 pub fn on_a_machine_of_its_own(work: &Path, script: &str) -> Command {
     const MACHINE: &str = r#"
         set -e

@@ -1,9 +1,9 @@
-//! Pages and rules that follow from other files of this repository, and have to stay true to them.
+//! Checks pages and rules that must agree with other files of this repository.
 //!
-//! * [`sources`] finds the messages in the product's Rust sources, [`troubleshooting`] lays them out on their page.
-//! * [`monitoring`] reads the alerts and the dashboards: their expressions, and the metrics that these need.
+//! * [`sources`] finds the messages in the product's Rust sources, [`troubleshooting`] writes them to their page.
+//! * [`monitoring`] reads the expressions of the alerts and dashboards, and the metrics that they need.
 //!
-//! `cargo run -p tranche-docs` writes the lists of docs/troubleshooting.md anew; this crate's tests check everything.
+//! `cargo run -p tranche-docs` updates the lists of docs/troubleshooting.md; this crate's tests check everything.
 #![forbid(unsafe_code)]
 
 pub mod monitoring;

@@ -1,4 +1,4 @@
-//! Writes the lists of docs/troubleshooting.md anew.
+//! Updates the lists of docs/troubleshooting.md.
 
 use tranche_docs::{repository, sources, troubleshooting};
 

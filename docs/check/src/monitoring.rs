@@ -25,7 +25,7 @@ pub struct Alert {
     /// Its name.
     pub alert: String,
     pub expr: String,
-    /// What is added to its labels.
+    /// The labels that it adds.
     pub labels: Labels,
     pub annotations: Annotations,
 }
@@ -114,7 +114,7 @@ pub fn expressions(repository: &Path) -> Result<Vec<Expression>, FileError> {
                 query: text(&variable["query"]),
             });
         }
-        // Panels of a row that is folded are within it.
+        // A folded row contains its panels.
         let rows = list(&dashboard["panels"]);
         let panels = rows.flat_map(|it| list(&it["panels"]).chain([it]));
         for panel in panels {
@@ -129,12 +129,14 @@ pub fn expressions(repository: &Path) -> Result<Vec<Expression>, FileError> {
     Ok(found)
 }
 
-/// The scrape configuration of docs/monitoring.md: its only block of YAML, of which the first item is a job.
+/// The scrape job of docs/monitoring.md: the first item of its first block of YAML.
 pub fn scrape_job(repository: &Path) -> Result<Value, FileError> {
     let path = repository.join("docs/monitoring.md");
     let page = read(&path)?;
-    let block = page.split("```yaml\n").nth(1);
-    let block = block.and_then(|rest| rest.split("```").next());
+    let block = page
+        .split("```yaml\n")
+        .nth(1)
+        .and_then(|rest| rest.split("```").next());
     let jobs: Vec<Value> =
         serde_saphyr::from_str(block.unwrap_or_default()).map_err(|e| FileError {
             path: path.clone(),
@@ -154,7 +156,7 @@ fn text(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }
 
-/// The names of our metrics and of DCGM's in an expression. No label begins as they do.
+/// The names of our metrics and of DCGM's in an expression. No label begins with their prefixes.
 #[must_use]
 pub fn metrics(expression: &str) -> BTreeSet<&str> {
     let is_part = |char: char| char.is_ascii_alphanumeric() || char == '_' || char == ':';

@@ -1,10 +1,10 @@
 //! The messages in the product's sources.
 //!
-//! A message is a string literal of three words or more, and the text of any `#[error("…")]`, in code that is not a test. What
-//! only developers see is left out: debug and info lines of the log, assertions, the help of metrics, other attributes. So
-//! whatever way a message takes (an error, a condition, an event, a line of the log, stderr), it is found without a list of
-//! ways. The few literals that are no messages are in [`crate::troubleshooting::UNSEEN`]. What the API server says of our objects is
-//! in the `message` and the `messageExpression` of rules in the chart's objects.
+//! A message is a string literal of three words or more, and the text of any `#[error("…")]`, in code that is not a test. Texts that
+//! only developers see do not count: debug and info lines of the log, assertions, the help of metrics, other attributes. So this finds
+//! every message, whether it is shown as an error, a condition, an event, a line of the log or on stderr. The few literals that are no
+//! messages are in [`crate::troubleshooting::UNSEEN`]. The API server's messages about our objects are the `message` and the
+//! `messageExpression` of rules in the chart's objects.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -14,7 +14,7 @@ use std::str::FromStr;
 use proc_macro2::{Delimiter, Group, Literal, TokenStream, TokenTree};
 use serde_json::Value;
 
-/// Where the product's code is. The simulator, the tests and the benchmarks are not among it.
+/// The folders of the product's code. The simulator, the tests and the benchmarks are not among them.
 pub const FOLDERS: [&str; 19] = [
     "api/src",
     "driver/src",
@@ -37,7 +37,7 @@ pub const FOLDERS: [&str; 19] = [
     "shim/coverage/src",
 ];
 
-/// Where most texts are what a command shows when it works. Of these files only the texts of `#[error("…")]` are messages.
+/// Files of commands, whose texts are mostly normal output. Only the texts of their `#[error("…")]` are messages.
 const COMMANDS: [&str; 11] = [
     "kubectl-tranche/src/collect",
     "kubectl-tranche/src/cost",
@@ -52,7 +52,7 @@ const COMMANDS: [&str; 11] = [
     "kubectl-tranche/src/ui",
 ];
 
-/// Objects with rules by which the API server refuses others: the chart's, and the definitions of our resources.
+/// Files with rules by which the API server refuses objects: the chart's, and the definitions of our resources.
 const OBJECTS: [&str; 3] = [
     "deploy/helm/rendered.yaml",
     "deploy/helm/tranche/crds/gpunodes.gpu.tranche.dev.yaml",
@@ -80,7 +80,7 @@ const MACROS: [&str; 17] = [
     "const_assert",
 ];
 
-/// Functions whose text users do not see: of assertions, and of the help of metrics, which docs/reference/metrics.md has.
+/// Functions whose text users do not see: assertions, and the help of metrics, which docs/reference/metrics.md lists.
 const FUNCTIONS: [&str; 5] = [
     "expect",
     "expect_err",
@@ -89,10 +89,10 @@ const FUNCTIONS: [&str; 5] = [
     "sub_registry_with_prefix",
 ];
 
-/// How many words make a literal a message.
+/// The fewest words of a literal that is a message.
 const WORDS: usize = 3;
 
-/// The messages, each with the first file that has it, by the file's path in the repository.
+/// The messages, each with the path of the first file that has it.
 pub type Messages = BTreeMap<String, String>;
 
 /// Why sources cannot be read.
@@ -117,8 +117,11 @@ pub fn messages(repository: &Path) -> Result<Messages, SourceError> {
             problem,
         };
         let text = fs::read_to_string(&path).map_err(|e| error(e.to_string()))?;
-        let name = path.strip_prefix(repository).unwrap_or(&path);
-        let name = name.display().to_string();
+        let name = path
+            .strip_prefix(repository)
+            .unwrap_or(&path)
+            .display()
+            .to_string();
         let is_command = COMMANDS.iter().any(|it| name.starts_with(it));
         for message in of_source(&text, is_command).map_err(|e| error(e.to_string()))? {
             found.entry(message).or_insert_with(|| name.clone());
@@ -140,7 +143,7 @@ pub fn messages(repository: &Path) -> Result<Messages, SourceError> {
     Ok(found)
 }
 
-/// What the API server says where a rule of an object, or of a schema in it, refuses.
+/// The messages of the rules of an object, or of a schema in it.
 fn of_rules(object: &Value) -> Vec<String> {
     let mut found = Vec::new();
     match object {
@@ -152,9 +155,12 @@ fn of_rules(object: &Value) -> Vec<String> {
                 found.push(text.trim().to_owned());
             }
             if let Some(text) = fields.get("messageExpression").and_then(Value::as_str) {
-                // Its literals are between quotes; what is joined to them varies.
-                let parts = text.trim().split('"').enumerate();
-                let parts = parts.map(|(at, part)| if at % 2 == 1 { part } else { "{}" });
+                // The literals are between quotes; the other parts vary.
+                let parts = text
+                    .trim()
+                    .split('"')
+                    .enumerate()
+                    .map(|(at, part)| if at % 2 == 1 { part } else { "{}" });
                 found.push(
                     fixed_words(&parts.collect::<String>())
                         .trim_matches('…')
@@ -170,7 +176,7 @@ fn of_rules(object: &Value) -> Vec<String> {
     found
 }
 
-/// Where the reasons of our events and conditions are.
+/// The files with the reasons of our events and conditions.
 const REASONS: [&str; 8] = [
     "api/src/conditions.rs",
     "api/src/withheld.rs",
@@ -191,7 +197,7 @@ pub fn reasons(repository: &Path) -> Result<BTreeSet<String>, SourceError> {
             path,
             problem: e.to_string(),
         })?;
-        // What follows are the file's tests.
+        // The file's tests follow.
         let code = text.split("#[cfg(test)]\nmod tests").next();
         let literals = code.unwrap_or_default().split('"').skip(1).step_by(2);
         found.extend(literals.filter(|it| is_reason(it)).map(str::to_owned));
@@ -199,7 +205,7 @@ pub fn reasons(repository: &Path) -> Result<BTreeSet<String>, SourceError> {
     Ok(found)
 }
 
-/// Whether it is two or more words in one, as Kubernetes spells reasons.
+/// Whether it consists of two or more capitalized words, as Kubernetes spells reasons.
 fn is_reason(literal: &str) -> bool {
     let humps = literal.chars().filter(char::is_ascii_uppercase).count();
     literal.chars().all(|char| char.is_ascii_alphabetic())
@@ -208,7 +214,7 @@ fn is_reason(literal: &str) -> bool {
         && humps < literal.len()
 }
 
-/// The Rust files of a folder, but those of tests.
+/// Collects the Rust files of a folder, except files of tests.
 fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), SourceError> {
     let error = |e: std::io::Error| SourceError {
         path: folder.to_owned(),
@@ -232,14 +238,14 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> Result<(), SourceError> {
     Ok(())
 }
 
-/// The messages of one source, in their order; `errors_only` leaves out what is not in an `#[error("…")]`.
+/// The messages of one source, in their order; with `errors_only`, only those in an `#[error("…")]`.
 pub fn of_source(text: &str, errors_only: bool) -> Result<Vec<String>, proc_macro2::LexError> {
     let mut found = Vec::new();
     walk(TokenStream::from_str(text)?, errors_only, &mut found);
     Ok(found)
 }
 
-/// Collects from these tokens.
+/// Collects the messages of these tokens.
 fn walk(tokens: TokenStream, errors_only: bool, found: &mut Vec<String>) {
     let tokens: Vec<_> = tokens.into_iter().collect();
     let mut at = 0;
@@ -295,7 +301,7 @@ fn attribute_of_error(attribute: &Group, found: &mut Vec<String>) -> bool {
     if name != "error" {
         return false;
     }
-    // The format string; what follows are its arguments.
+    // The first is the format string; its arguments follow.
     let mut texts = texts.stream().into_iter();
     if let Some(TokenTree::Literal(text)) = texts.next() {
         note(&text, true, found);
@@ -310,7 +316,7 @@ fn is_of_tests(attribute: &Group) -> bool {
     text == "test" || (text.starts_with("cfg") && text.contains("test"))
 }
 
-/// Where the item that begins here ends: after its braces, or its semicolon.
+/// The end of the item that begins here: after its braces or its semicolon.
 fn end_of_item(tokens: &[TokenTree], from: usize) -> usize {
     let end = tokens.iter().skip(from).position(|token| match token {
         TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
@@ -333,7 +339,7 @@ fn note(literal: &Literal, any_length: bool, found: &mut Vec<String>) {
     }
 }
 
-/// A format string with `…` for what varies, in one line.
+/// A format string in one line, with `…` for the parts that vary.
 #[must_use]
 pub fn fixed_words(format: &str) -> String {
     let mut text = String::new();
@@ -369,7 +375,7 @@ mod tests {
     #[test]
     fn messages_are_found_by_whatever_way_they_take() {
         let source = r##"
-            /// A comment with some words is none.
+            /// A comment with some words is no message.
             #[derive(Debug, thiserror::Error)]
             enum Error {
                 #[error("gone")]

@@ -1,8 +1,8 @@
-//! docs/troubleshooting.md: what to do, by the text of a message.
+//! docs/troubleshooting.md: advice by the text of a message.
 //!
-//! A section has what people wrote, a comment that names the sources whose messages belong to it, and the list of these, which
-//! [`updated`] writes. Of several sections that name a file, the one with the longest path has it. Behind a message of the list
-//! there may be a note that people wrote; it stays as long as the message does.
+//! A section has text that people wrote, a comment that names the sources of its messages, and the list of these messages, which
+//! [`updated`] writes. If several sections name a file, the one with the longest path gets its messages. People may write a note after
+//! a message in the list; the note stays as long as the message exists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -65,7 +65,7 @@ pub const UNSEEN: &[(&str, &str)] = &[
     ),
 ];
 
-/// What begins the comment with a section's sources.
+/// The beginning of the comment with a section's sources.
 const SOURCES: &str = "<!-- messages of ";
 /// The headings of sections.
 const SECTION: &str = "\n## ";
@@ -73,7 +73,7 @@ const SECTION: &str = "\n## ";
 /// Why a page cannot be written.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum PageError {
-    /// Messages belong nowhere.
+    /// Some messages belong to no section.
     #[error(
         "no section of docs/troubleshooting.md has the messages of {0:?}: name it in the comment of one, or in UNSEEN of docs/check/src/troubleshooting.rs with the reason why nobody sees them"
     )]
@@ -92,7 +92,7 @@ fn is_unseen(message: &str, file: &str) -> bool {
         .any(|(what, _)| *what == message || file.starts_with(what))
 }
 
-/// A message as it is on the page.
+/// A message as the page shows it.
 fn span(message: &str) -> String {
     if message.contains('`') {
         format!("`` {message} ``")
@@ -111,9 +111,9 @@ fn sources(section: &str) -> impl Iterator<Item = &str> {
 /// The page with these messages in its lists.
 pub fn updated(page: &str, messages: &Messages) -> Result<String, PageError> {
     let notes = notes(page);
-    let mut sections = page.split(SECTION);
-    let mut text = sections.next().unwrap_or_default().trim_end().to_owned();
-    let sections: Vec<_> = sections.collect();
+    let mut parts = page.split(SECTION);
+    let mut text = parts.next().unwrap_or_default().trim_end().to_owned();
+    let sections: Vec<_> = parts.collect();
     let named: Vec<&str> = sections.iter().flat_map(|it| sources(it)).collect();
     let mut lists: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     let mut homeless = BTreeSet::new();
@@ -159,7 +159,7 @@ pub fn updated(page: &str, messages: &Messages) -> Result<String, PageError> {
     Ok(text)
 }
 
-/// What people wrote behind messages, by the message's span.
+/// The notes that people wrote after messages, by the message's span.
 fn notes(page: &str) -> BTreeMap<&str, &str> {
     let bullets = page.lines().filter_map(|line| line.strip_prefix("- "));
     bullets
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_without_a_section_and_a_section_without_messages_are_refused() {
+    fn messages_without_a_section_and_empty_sections_are_refused() {
         let mut more = messages();
         more.insert("cannot go on".to_owned(), "mps/src/main.rs".to_owned());
         let homeless = BTreeSet::from(["mps/src/main.rs".to_owned()]);

@@ -7,7 +7,7 @@ use tranche_docs::repository;
 
 const RUNBOOKS: &str = "https://github.com/tranche-dev/tranche/blob/main/docs/runbooks/";
 
-/// The reference pages are held to the metrics by tests of the plugin and of the controller.
+/// Tests of the plugin and of the controller compare the reference pages with the metrics.
 #[test]
 fn every_metric_of_an_expression_is_in_the_reference() {
     let pages = ["metrics.md", "controller-metrics.md"]
@@ -19,10 +19,14 @@ fn every_metric_of_an_expression_is_in_the_reference() {
             .find_map(|it| name.strip_suffix(it));
         known.contains(name) || of_histogram.is_some_and(|name| known.contains(name))
     };
-    let of_alerts = alerts(&repository()).unwrap();
-    let of_alerts = of_alerts.into_iter().map(|it| (it.alert, it.expr));
-    let of_dashboards = expressions(&repository()).unwrap();
-    let of_dashboards = of_dashboards.into_iter().map(|it| (it.place, it.query));
+    let of_alerts = alerts(&repository())
+        .unwrap()
+        .into_iter()
+        .map(|it| (it.alert, it.expr));
+    let of_dashboards = expressions(&repository())
+        .unwrap()
+        .into_iter()
+        .map(|it| (it.place, it.query));
     let mut unknown = Vec::new();
     for (place, query) in of_alerts.chain(of_dashboards) {
         let names = metrics(&query);
@@ -56,8 +60,8 @@ fn every_alert_has_a_page_and_every_page_an_alert() {
         );
         with_alert.insert(format!("{name}.md"));
     }
-    let pages = fs::read_dir(repository().join("docs/runbooks")).unwrap();
-    let pages: BTreeSet<_> = pages
+    let pages: BTreeSet<_> = fs::read_dir(repository().join("docs/runbooks"))
+        .unwrap()
         .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
         .collect();
     assert_eq!(with_alert, pages);
@@ -71,13 +75,17 @@ fn every_alert_has_a_page_and_every_page_an_alert() {
     }
 }
 
-/// A metric of memory that is used with others has to have their unit.
+/// Metrics of memory in one expression must have the same unit.
 #[test]
 fn a_value_in_mib_meets_no_value_in_bytes() {
-    let of_alerts = alerts(&repository()).unwrap();
-    let of_alerts = of_alerts.into_iter().map(|it| (it.alert, it.expr));
-    let of_dashboards = expressions(&repository()).unwrap();
-    let of_dashboards = of_dashboards.into_iter().map(|it| (it.place, it.query));
+    let of_alerts = alerts(&repository())
+        .unwrap()
+        .into_iter()
+        .map(|it| (it.alert, it.expr));
+    let of_dashboards = expressions(&repository())
+        .unwrap()
+        .into_iter()
+        .map(|it| (it.place, it.query));
     for (place, query) in of_alerts.chain(of_dashboards) {
         let names = metrics(&query);
         let has = |part| names.iter().any(|name| name.contains(part));
@@ -88,7 +96,7 @@ fn a_value_in_mib_meets_no_value_in_bytes() {
 }
 
 #[test]
-fn dashboards_have_uids_of_their_own_and_every_panel_a_title_and_a_unit() {
+fn dashboards_have_unique_uids_and_panels_a_title_and_a_unit() {
     let mut uids = BTreeSet::new();
     for (file, dashboard) in dashboards(&repository()).unwrap() {
         let uid = dashboard["uid"].as_str().unwrap().to_owned();

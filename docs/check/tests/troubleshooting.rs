@@ -1,4 +1,4 @@
-//! docs/troubleshooting.md has every message of the product, and nothing else in its lists.
+//! The lists of docs/troubleshooting.md have exactly the messages of the product.
 use tranche_docs::{repository, sources, troubleshooting};
 
 #[test]
@@ -16,7 +16,7 @@ fn every_message_is_on_the_page() {
     assert_eq!(page.lines().count(), updated.lines().count());
 }
 
-/// A section without advice is a list of texts that the reader has already.
+/// A section needs advice: the reader already has the texts of its list.
 #[test]
 fn every_section_says_what_to_do() {
     let page = std::fs::read_to_string(repository().join("docs/troubleshooting.md")).unwrap();
@@ -83,8 +83,13 @@ const NO_PRODUCT: [&str; 12] = [
 #[test]
 fn every_crate_of_the_product_is_searched() {
     let manifest = std::fs::read_to_string(repository().join("Cargo.toml")).unwrap();
-    let members = manifest.split_once("members = [").unwrap().1;
-    let members = members.split_once(']').unwrap().0;
+    let members = manifest
+        .split_once("members = [")
+        .unwrap()
+        .1
+        .split_once(']')
+        .unwrap()
+        .0;
     for member in members.split('"').skip(1).step_by(2) {
         let source = format!("{member}/src");
         let is_product = sources::FOLDERS.contains(&source.as_str());

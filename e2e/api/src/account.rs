@@ -1,4 +1,4 @@
-//! The token of a pod.
+//! A pod's token.
 
 use anyhow::Context;
 use k8s_openapi::api::authentication::v1::TokenRequest;
@@ -14,8 +14,8 @@ pub(crate) async fn token(control_plane: &ControlPlane, pod: &Pod) -> anyhow::Re
     let account = pod
         .spec
         .as_ref()
-        .and_then(|spec| spec.service_account_name.clone());
-    let account = account.context("the pod's ServiceAccount")?;
+        .and_then(|spec| spec.service_account_name.clone())
+        .context("the pod's ServiceAccount")?;
     let bound =
         json!({"apiVersion": "v1", "kind": "Pod", "name": pod.name_any(), "uid": pod.uid()});
     let request: TokenRequest = serde_json::from_value(

@@ -27,7 +27,7 @@ pub(crate) async fn install(control_plane: &ControlPlane, client: Client) -> any
     nodes
         .create(&PostParams::default(), &serde_json::from_value(node)?)
         .await?;
-    // The machine may use the usual ones.
+    // Other programs on the machine may use the default ports.
     let [http, metrics] = free_ports()?;
     let chart = chart().display().to_string();
     let mut arguments = vec![
@@ -47,7 +47,7 @@ pub(crate) async fn install(control_plane: &ControlPlane, client: Client) -> any
     ];
     arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
     run(control_plane, "helm", &arguments).await?;
-    // The API server would ask for it at an address of the cluster's network, and there is none: then no namespace could be removed.
+    // The API server cannot reach it, because there is no cluster network. With an unreachable API no namespace can be removed.
     let usage_api = ["delete", "apiservice", "v1alpha1.usage.gpu.tranche.dev"];
     run(control_plane, "kubectl", &usage_api).await
 }

@@ -16,10 +16,11 @@ use crate::programs;
 
 /// The administrator's token.
 const TOKEN: &str = "administrator";
-/// How often the API server is asked whether it is ready, and how often it may say no.
+/// The interval between two requests whether the API server is ready, and the most requests.
 const ASKED: Duration = Duration::from_millis(100);
 const ASKED_AT_MOST: u32 = 3000;
-/// What the chart, the examples and the tests need of kube-controller-manager. Not the one for the nodes' health: nobody sends heartbeats.
+/// The controllers that the chart, the examples and the tests need. The controller of nodes' health is not among them: nobody sends
+/// heartbeats.
 const CONTROLLERS: [&str; 10] = [
     "clusterrole-aggregation-controller",
     "daemonset-controller",
@@ -96,9 +97,9 @@ impl ControlPlane {
                     "service-account-signing-key-file",
                     &control_plane.path("accounts.key"),
                 ),
-                // An example's namespace has the node of its test.
+                // The namespace of an example selects its test's node.
                 ("enable-admission-plugins", "PodNodeSelector"),
-                // Nobody mounts an account's token into a pod, and no controller finds nodes healthy.
+                // Nobody mounts tokens into pods, and no controller removes the taints of new nodes.
                 (
                     "disable-admission-plugins",
                     "ServiceAccount,TaintNodesByCondition",
@@ -124,7 +125,7 @@ impl ControlPlane {
             ],
         )?;
         let config = self.path("scheduler.json");
-        // A pod that did not fit is tried again at once.
+        // The scheduler tries a pod that did not fit again at once.
         fs::write(&config, json!({
             "apiVersion": "kubescheduler.config.k8s.io/v1", "kind": "KubeSchedulerConfiguration",
             "clientConnection": {"kubeconfig": kubeconfig, "qps": 500, "burst": 500},
@@ -151,7 +152,7 @@ impl ControlPlane {
         Ok(Client::try_from(config)?)
     }
 
-    /// What programs need to use the cluster.
+    /// The environment in which programs find the cluster.
     pub(crate) fn environment(&self) -> [(&'static str, String); 3] {
         let path = std::env::var("PATH").unwrap_or_default();
         let programs = self.0.programs.display();
@@ -228,7 +229,7 @@ impl ControlPlane {
                 .iter()
                 .map(|(flag, value)| format!("--{flag}={value}")),
         );
-        // Memory is cheaper than the processor's time.
+        // Memory is cheaper than CPU time.
         command.env("GOGC", "400");
         let child = process::start(command, Path::new(&self.path(&format!("{name}.log"))))?;
         self.running().push((name, child));

@@ -10,7 +10,7 @@ use crate::account;
 use crate::control_plane::ControlPlane;
 use crate::process;
 
-/// Runs the program at the pod's address, until this is dropped: then it is killed.
+/// Runs the program at the pod's address. It is killed when this future is dropped.
 pub(crate) async fn run(
     control_plane: &ControlPlane,
     pod: &Pod,

@@ -1,4 +1,4 @@
-//! The kubelet of all nodes: nodes have room, and pods run as soon as they have a node.
+//! The kubelet of all nodes: it reports room on nodes, and starts pods as soon as they have a node.
 
 use std::collections::HashMap;
 use std::pin::pin;
@@ -18,10 +18,10 @@ use tokio::task::JoinHandle;
 use crate::control_plane::ControlPlane;
 use crate::{controller, node_plugin};
 
-/// The pause before what a pod runs is started again.
+/// The pause before a pod's program is started again.
 const AGAIN: Duration = Duration::from_secs(1);
 
-/// What a pod runs: it ends when this is dropped.
+/// A pod's program. It ends when this is dropped.
 struct Running(JoinHandle<()>);
 
 impl Drop for Running {
@@ -56,7 +56,7 @@ fn uid(pod: &Pod) -> String {
     pod.uid().unwrap_or_default()
 }
 
-/// A node that has not said how much room it has says so.
+/// Reports the room of a node that has not reported it.
 async fn report(client: &Client, node: &Node) -> anyhow::Result<()> {
     if node
         .status
@@ -105,7 +105,7 @@ fn serve(
             let now = DeleteParams::default()
                 .grace_period(0)
                 .preconditions(preconditions);
-            // It may be gone already.
+            // It may already be gone.
             let _ = pods.delete(&pod.name_any(), &now).await;
         });
         return;
@@ -124,7 +124,7 @@ fn serve(
     });
 }
 
-/// Says that the pod runs, and runs what has to be real of it.
+/// Reports that the pod runs, and runs its program if tests need the real one.
 async fn start(control_plane: &ControlPlane, pods: &Api<Pod>, pod: &Pod) -> anyhow::Result<()> {
     let address = address(pod);
     let status = json!({"status": started(pod, &address)});
@@ -146,7 +146,7 @@ async fn start(control_plane: &ControlPlane, pods: &Api<Pod>, pod: &Pod) -> anyh
     }
 }
 
-/// An address of the machine itself for the pod alone: replicas listen on the same ports.
+/// A loopback address for this pod only, because replicas listen on the same ports.
 fn address(pod: &Pod) -> String {
     let digits = u32::from_str_radix(&uid(pod)[..6], 16).unwrap_or(1);
     std::net::Ipv4Addr::from_bits(0x7f00_0000 | digits).to_string()
@@ -155,8 +155,7 @@ fn address(pod: &Pod) -> String {
 /// The status of a running pod.
 fn started(pod: &Pod, address: &str) -> Value {
     let now = Timestamp::now().strftime("%FT%TZ").to_string();
-    let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
-    let containers = containers.map(|container| json!({
+    let containers = pod.spec.iter().flat_map(|spec| &spec.containers).map(|container| json!({
         "name": container.name, "image": container.image, "imageID": "", "ready": true, "started": true, "restartCount": 0,
         "state": {"running": {"startedAt": now}},
     }));

@@ -9,10 +9,10 @@
 //!                                               └─► controller: the real program
 //! ```
 //!
-//! A node with GPUs is a Node object with the label `nvidia.com/gpu.present=true`: the chart's DaemonSet does the rest. Every process ends
-//! with this one, also when this one is killed. Its folder is removed, unless the command failed.
+//! A node with GPUs is a Node object with the label `nvidia.com/gpu.present=true`: the chart's DaemonSet does the rest. Every process
+//! ends with this one, even if this one is killed. Its folder is removed, unless the command failed.
 //!
-//! Under the name of another program of Tranche it is that program, so that one build makes all that the tests need.
+//! Started under the name of another program of Tranche, it is that program, so that one build makes all programs of the tests.
 #![forbid(unsafe_code)]
 
 mod account;
@@ -56,7 +56,7 @@ fn main() -> anyhow::Result<ExitCode> {
     }
 }
 
-// One thread starts all processes: they end with it.
+// One thread starts all processes, because they end with the thread that started them.
 #[tokio::main(flavor = "current_thread")]
 async fn hollow() -> anyhow::Result<ExitCode> {
     let args = Args::parse();

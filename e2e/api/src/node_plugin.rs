@@ -1,4 +1,4 @@
-//! The node plugin of a hollow node: the real writer of GpuNodes, with the rights of its pod, for a driver that is made up.
+//! The node plugin of a hollow node: the real writer of GpuNodes, with the rights of its pod, for an invented driver.
 
 use std::sync::Arc;
 
@@ -24,7 +24,7 @@ use crate::control_plane::ControlPlane;
 
 const GPUS: u32 = 2;
 
-/// Keeps the GpuNode of the pod's node up to date, until it is dropped.
+/// Keeps the GpuNode of the pod's node up to date until this future is dropped.
 pub(crate) async fn run(control_plane: &ControlPlane, pod: &Pod) -> anyhow::Result<()> {
     let node = pod
         .spec
@@ -67,15 +67,15 @@ pub(crate) async fn run(control_plane: &ControlPlane, pod: &Pod) -> anyhow::Resu
     bail!("the writer of the GpuNode ended")
 }
 
-/// A value that was not read yet.
+/// A receiver that has not read its value.
 fn unread<T>(value: T) -> watch::Receiver<T> {
     let mut unread = watch::channel(value).1;
     unread.mark_changed();
     unread
 }
 
-/// The GPUs of the machine that `make cluster-up` simulates. Their UUIDs begin with a number of their own and the node's: devices are
-/// named by these digits.
+/// The GPUs of the machine that `make cluster-up` simulates. Their UUIDs begin with a number of the GPU and one of the node, because
+/// devices are named by these digits.
 fn inventory(node: &str) -> Inventory {
     let gpus = (0..GPUS).map(|number| Gpu {
         uuid: format!("GPU-{number}{}", &node[1..]),

@@ -7,7 +7,7 @@ use std::process::Stdio;
 use anyhow::Context;
 use tokio::process::{Child, Command};
 
-/// A command whose process is killed when this one ends, in whatever way.
+/// A command whose process is killed when this process ends for any reason.
 pub(crate) fn command(program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command
@@ -17,7 +17,7 @@ pub(crate) fn command(program: &Path) -> Command {
     command
 }
 
-/// Starts a server; what it writes goes to a file.
+/// Starts a server whose output goes to a file.
 pub(crate) fn start(mut command: Command, log: &Path) -> anyhow::Result<Child> {
     let file = || File::options().create(true).append(true).open(log);
     command.stdin(Stdio::null()).stdout(file()?).stderr(file()?);
@@ -26,7 +26,7 @@ pub(crate) fn start(mut command: Command, log: &Path) -> anyhow::Result<Child> {
         .with_context(|| format!("starting {command:?}: is setpriv of util-linux installed?"))
 }
 
-/// Ports of 127.0.0.1 that nobody listens on.
+/// Free ports of 127.0.0.1.
 pub(crate) fn free_ports<const N: usize>() -> anyhow::Result<[u16; N]> {
     let mut held = Vec::new();
     let mut ports = [0; N];

@@ -1,4 +1,4 @@
-//! The programs of Tranche that this one is under their names.
+//! The programs of Tranche that this program contains.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -19,7 +19,7 @@ const NAMES: [(&str, Program); 2] = [
     ("kubectl-tranche", Program::Kubectl),
 ];
 
-/// The program under whose name this process was started.
+/// The program of the name under which this process was started.
 pub(crate) fn called() -> Option<Program> {
     let called = std::env::args_os().next()?;
     let name = Path::new(&called).file_name()?;

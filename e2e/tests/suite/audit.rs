@@ -15,8 +15,8 @@ const GIB: u64 = 1 << 30;
 /// Pods that come and go around each kill.
 const PODS: usize = 4;
 
-/// A namespace's lines of the node's trail, the oldest first. All of its claims are released: the plugin writes their ends a moment
-/// after their files are gone.
+/// A namespace's lines of the node's trail, the oldest first. It waits until all claims of the namespace have ended: the plugin
+/// writes their ends a moment after their files are gone.
 async fn trail(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
     wait::for_answer(
         "the end of each grant of the trail",
@@ -34,10 +34,9 @@ async fn trail(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>>
 async fn lines(case: &Case, namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
     let read =
         format!("cd {PLUGIN_DIR}/audit && cat $(ls -v -r audit.jsonl.* 2>/dev/null) audit.jsonl");
-    let lines: Vec<Value> = workload::lines(&case.node.shell(&read).await?)?;
-    let mut ours = lines;
-    ours.retain(|line| line["namespace"] == namespace.name());
-    Ok(ours)
+    let mut lines: Vec<Value> = workload::lines(&case.node.shell(&read).await?)?;
+    lines.retain(|line| line["namespace"] == namespace.name());
+    Ok(lines)
 }
 
 /// How often each grant begins and ends.
@@ -55,9 +54,9 @@ fn grants(lines: &[Value]) -> anyhow::Result<BTreeMap<&str, (u32, u32)>> {
     Ok(grants)
 }
 
-/// The plugin is killed while pods start, while they run, and while they end.
+/// The plugin is killed while pods start, run and end.
 #[test]
-fn every_grant_begins_once_and_ends_once_whenever_the_plugin_is_killed() -> anyhow::Result<()> {
+fn each_grant_begins_and_ends_once_though_the_plugin_is_killed() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         renew_plugin(case);
         let namespace = case.namespace("audit").await?;
@@ -135,7 +134,7 @@ fn a_partition_is_named_by_its_mig_device() -> anyhow::Result<()> {
                 "{line}, and the claim has {got}"
             );
         }
-        // Absent where the watchdog did not see the GPU in so short a time.
+        // Absent if the time was too short for the watchdog to see the GPU.
         let unowned = &end["heldAtEnd"]["unownedBytes"];
         ensure!(
             end["ended"] == "Unprepared" && (unowned.is_null() || *unowned == 0),

@@ -1,11 +1,11 @@
-//! The cap holds for every way in which a tenant's program uses the driver API.
+//! The cap holds for every way to allocate with the driver API.
 
 use anyhow::ensure;
 use tranche_e2e::{Case, Request, run_on_a_node, workload};
 
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
-/// The `contextMemory` of the chart's own policy: the share pays for the context of every process but the first.
+/// The `contextMemory` of the chart's own policy. The share pays for the context of every process except the first.
 const CONTEXT: u64 = GI / 2;
 
 fn share() -> Request {
@@ -46,7 +46,7 @@ fn no_environment_changes_the_cap() -> anyhow::Result<()> {
             environment.contains("CUDA_DEVICE_MEMORY_LIMIT_0=3072m"),
             "{environment}"
         );
-        // Every variable that the container got, with another value.
+        // Changes the value of every variable of the container.
         let changed: Vec<_> = environment
             .lines()
             .filter_map(|line| line.split_once('='))
@@ -118,14 +118,17 @@ fn processes_of_a_share_have_one_account_and_the_dead_give_back() -> anyhow::Res
             got == [LIMIT - GI - CONTEXT, LIMIT],
             "with and after a process that holds 1 GiB: {got:?}"
         );
-        // Four at once: together never more than the share.
+        // Four processes together never have more than the share.
         let four = "
             for i in 1 2 3 4; do tranche-workload hold --bytes 1Gi --beat 100 >/tmp/$i 2>&1 & done
             until [ $(grep -l -e 'beat 1:' -e OUT_OF_MEMORY /tmp/[1234] | wc -l) = 4 ]; do usleep 20000; done
             grep -l 'beat 1:' /tmp/[1234] | wc -l
             kill $(jobs -p) || true";
-        let holders = pod.stdout(&["timeout", "30", "sh", "-c", four]).await?;
-        let holders: u64 = holders.trim().parse()?;
+        let holders: u64 = pod
+            .stdout(&["timeout", "30", "sh", "-c", four])
+            .await?
+            .trim()
+            .parse()?;
         ensure!(
             holders >= 1 && holders * GI + (holders - 1) * CONTEXT <= LIMIT,
             "{holders} processes hold 1 GiB each"

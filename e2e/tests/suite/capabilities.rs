@@ -1,4 +1,4 @@
-//! Which of the driver's libraries a capped container has beside those of CUDA and NVML.
+//! The driver's libraries of a capped container beside those of CUDA and NVML.
 
 use anyhow::ensure;
 use serde_json::json;

@@ -13,11 +13,11 @@ fn fills(generation: &'static str) -> anyhow::Result<()> {
         namespace
             .template("share", &Request::capped("3Gi", "50").spec())
             .await?;
-        let mut pod = manifest("clients", &[Source::Template("share")], &IDLE);
-        let container = &mut pod["spec"]["containers"][0];
+        let mut object = manifest("clients", &[Source::Template("share")], &IDLE);
+        let container = &mut object["spec"]["containers"][0];
         container["image"] = json!("tranche/clients:dev");
         container["env"] = json!([{"name": "PYTHONPATH", "value": format!("/opt/{generation}")}]);
-        let pod = namespace.pod_from(pod).await?;
+        let pod = namespace.pod_from(object).await?;
         pod.started().await?;
         let limit = LIMIT.to_string();
         pod.stdout(&["python3", "-B", "/opt/fill.py", generation, &limit])

@@ -8,13 +8,13 @@ use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::request::with_parameters;
 use tranche_e2e::{Case, PodHandle, Request, run};
 
-/// Points of the GPU's time by which a share may miss its cores.
+/// How far, in percent of the GPU's time, a share may be from its cores.
 const POINTS: f64 = 5.0;
 
 /// The result of `tranche-workload spin`, in percent of the GPU's time.
 #[derive(Debug, Deserialize)]
 struct Spun {
-    /// Of the shares of each second: a second in which the machine stood still does not change it.
+    /// The median over all seconds, which a second without progress of the machine does not change.
     median: f64,
 }
 

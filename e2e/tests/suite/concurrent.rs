@@ -1,4 +1,4 @@
-//! The tier `concurrent`: claims of any namespaces share a GPU by its MPS daemon.
+//! The tier `concurrent`: claims of any namespaces share a GPU through its MPS daemon.
 //!
 //! The daemon is NVIDIA's own; its clients are simulated.
 
@@ -11,7 +11,7 @@ use crate::plugin::renew_plugin;
 
 const GIB: u64 = 1 << 30;
 
-/// What a tenant may set.
+/// Variables that a hostile tenant sets.
 const HOSTILE: &str = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=70G CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=100 \
                        CUDA_MPS_PIPE_DIRECTORY=/nowhere";
 
@@ -28,13 +28,13 @@ async fn compute_mode(case: &Case, gpu: &str) -> anyhow::Result<String> {
     Ok(case.node.shell(&query).await?.trim().to_owned())
 }
 
-/// Waits until the GPU has no daemon, its compute mode is as it was, and nobody remembers a change of it.
+/// Waits until the GPU has no daemon and its original compute mode, and nobody has a record of a change.
 async fn restored(case: &Case, gpu: &str) -> anyhow::Result<()> {
     wait::for_answer("the GPU as it was", wait::USUAL, async || {
         let daemons = daemons(case, gpu).await?;
         let mode = compute_mode(case, gpu).await?;
-        let files = format!("ls -d /run/tranche/mps/GPU-* {PLUGIN_DIR}/gpus/* 2>/dev/null || true");
-        let files = case.node.shell(&files).await?;
+        let list = format!("ls -d /run/tranche/mps/GPU-* {PLUGIN_DIR}/gpus/* 2>/dev/null || true");
+        let files = case.node.shell(&list).await?;
         ensure!(
             daemons.is_empty() && mode == "Default" && files.is_empty(),
             "daemons {daemons:?}, compute mode {mode}, files {files:?}"
@@ -45,7 +45,7 @@ async fn restored(case: &Case, gpu: &str) -> anyhow::Result<()> {
 }
 
 #[test]
-fn claims_of_two_namespaces_share_a_gpus_daemon_until_the_last_ends() -> anyhow::Result<()> {
+fn two_namespaces_share_a_gpus_daemon_until_the_last_claim_ends() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent, Tier::Exclusive]).await?;
         let gpu = case.gpus[0].uuid.as_str();
@@ -62,7 +62,7 @@ fn claims_of_two_namespaces_share_a_gpus_daemon_until_the_last_ends() -> anyhow:
             let script = format!("{HOSTILE} exec tranche-workload --json info");
             for command in ["exec tranche-workload --json info", &script] {
                 let output = pod.stdout(&["sh", "-c", command]).await?;
-                let seen: Vec<workload::Seen> = workload::lines(&output)?;
+                let seen: Vec<workload::VisibleDevice> = workload::lines(&output)?;
                 ensure!(
                     seen.len() == 1
                         && seen[0].uuid == gpu
@@ -128,7 +128,7 @@ fn the_processes_of_a_claim_have_its_memory_together() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Result<()> {
+fn a_killed_daemon_fails_its_clients_and_then_serves_new_ones() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent]).await?;
         let gpu = case.gpus[0].uuid.as_str();
@@ -156,7 +156,7 @@ fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Re
             Ok((now.len() == 1 && now != before).then_some(()))
         })
         .await?;
-        // A pod that was there can start programs again, and a new pod works.
+        // An existing pod can start programs again, and a new pod works.
         let late = namespace.started("late", &request).await?;
         for pod in [&bystander, &late] {
             let filled = pod.fill(&[]).await?;
@@ -173,7 +173,7 @@ fn a_killed_daemon_fails_its_clients_visibly_and_serves_new_ones() -> anyhow::Re
     })
 }
 
-/// Daemons live on while the plugin is away.
+/// Daemons continue to run while the plugin is away.
 #[test]
 fn a_killed_plugin_costs_clients_nothing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {

@@ -16,7 +16,7 @@ use tranche_e2e::{Case, Request, SYSTEM, run_on_a_node, system, wait, workload};
 /// Where the driver's libraries and device nodes are moved while there is no driver.
 const AWAY: &str = "/usr/lib/x86_64-linux-gnu/away";
 
-/// Whether the driver is ready by the GpuNode's condition, and the reason.
+/// The status and reason of the GpuNode's condition for the driver.
 fn driver_ready(node: &GpuNode) -> Option<(bool, String)> {
     let conditions = &node.status.as_ref()?.conditions;
     let ready = conditions.iter().find(|c| c.type_ == DRIVER_READY)?;
@@ -49,7 +49,7 @@ async fn unload(case: &Case) -> anyhow::Result<String> {
 }
 
 #[test]
-fn a_driver_that_goes_takes_its_devices_with_it_and_brings_them_back() -> anyhow::Result<()> {
+fn devices_leave_with_the_driver_and_return_with_it() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         let before = plugin.published().await?;
@@ -199,8 +199,7 @@ async fn until_version(client: &Client, node: &Node, version: &str) -> anyhow::R
 }
 
 #[test]
-fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() -> anyhow::Result<()>
-{
+fn another_driver_version_serves_the_claims_that_are_allocated() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         plugin.published().await?;
@@ -208,9 +207,9 @@ fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() ->
         let claim = Request::capped("3Gi", "10").spec();
         namespace.claim("held", &claim).await?;
         let sources = [Source::Claim("held")];
-        let mut holder = manifest("holder", &sources, &IDLE);
-        holder["spec"]["restartPolicy"] = "Always".into();
-        let holder = namespace.pod_from(holder).await?;
+        let mut object = manifest("holder", &sources, &IDLE);
+        object["spec"]["restartPolicy"] = "Always".into();
+        let holder = namespace.pod_from(object).await?;
         holder.started().await?;
         ensure!(holder.nvidia_smi().await?[0].1 == 3 << 10, "before");
 
@@ -254,7 +253,7 @@ fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() ->
             let filled = pod.fill(&[]).await?;
             ensure!(filled[0].filled == 3 << 30, "{}: {filled:?}", pod.name());
         }
-        // The plugin changes GPUs by the new driver, although it watches the held claim without a pause.
+        // The plugin changes GPUs with the new driver, although it never stops watching the allocated claim.
         let other = Request::profile("1g.10gb").on(&case.gpus[1].uuid);
         namespace.started("partition", &other).await?;
         Ok(())
@@ -262,7 +261,7 @@ fn a_driver_that_returns_in_another_version_serves_the_claims_that_are_held() ->
 }
 
 #[test]
-fn a_deleted_gpu_node_is_back_within_seconds_and_its_slices_stay() -> anyhow::Result<()> {
+fn a_deleted_gpu_node_returns_in_seconds_and_its_slices_stay() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let plugin = case.plugin();
         let before = plugin.published().await?;

@@ -14,7 +14,7 @@ use crate::plugin::start_again;
 
 const GPUS: usize = 8;
 
-/// The GPUs that the slices have devices of.
+/// The GPUs whose devices are in the slices.
 fn gpus(slices: &BTreeMap<String, ResourceSlice>) -> BTreeSet<String> {
     let devices = slices
         .values()
@@ -25,8 +25,8 @@ fn gpus(slices: &BTreeMap<String, ResourceSlice>) -> BTreeSet<String> {
         .collect()
 }
 
-/// Gives the test's node eight GPUs until the test ends; returns their UUIDs. The plugin starts again as with a boot, with which a node
-/// gets other GPUs: it keeps NVML open for some time after the last claim, and an open NVML knows the GPUs of its start.
+/// Gives the test's node eight GPUs until the test ends; returns their UUIDs. It restarts the plugin, as a boot does when a real node
+/// gets other GPUs: the plugin keeps NVML open for some time after the last claim, and an open NVML knows only its first GPUs.
 async fn eight_gpus(case: &Case) -> anyhow::Result<BTreeSet<String>> {
     let plugin = case.plugin();
     let before = gpus(&plugin.published().await?).len();
@@ -56,7 +56,7 @@ const CAPPED_PROFILE: &str = "1g.20gb";
 /// The profile of partitions that concurrent claims share.
 const CONCURRENT_PROFILE: &str = "3g.40gb";
 
-/// The claims of a round, with the tier that each pod is told. They need all eight GPUs.
+/// The claims of a round, with the tier that each pod must get. They need all eight GPUs.
 fn requests() -> Vec<(Tier, Request)> {
     let on_partition = |request: Request, profile: &str| {
         request.that(&format!(
@@ -97,7 +97,7 @@ fn requests() -> Vec<(Tier, Request)> {
     ]
 }
 
-/// The pod has a device of this tier; returns the UUID of its GPU, and how the GPU is used: `partition` where it has shares of
+/// Checks that the pod has a device of this tier. Returns the UUID of its GPU, and the GPU's use: `partition` for shares of
 /// partitions.
 async fn has(pod: &PodHandle, tier: Tier) -> anyhow::Result<(String, String)> {
     pod.started().await?;
@@ -122,14 +122,14 @@ async fn has(pod: &PodHandle, tier: Tier) -> anyhow::Result<(String, String)> {
 }
 
 #[test]
-fn every_tier_is_served_at_once_and_gpus_change_tiers_without_a_drain() -> anyhow::Result<()> {
+fn all_tiers_are_served_at_once_and_gpus_change_tiers_undrained() -> anyhow::Result<()> {
     run(async |case: &Case| {
         case.changes("plugin of");
         policy::every_option(case, CAPPED_PROFILE, CONCURRENT_PROFILE).await?;
         let gpus = eight_gpus(case).await?;
         let oversubscribed = gpus.last().context("a GPU")?;
         policy::oversubscribe_one(case, oversubscribed, 200).await?;
-        // A GPU that nvidia-persistenced has open does not go to a virtual machine.
+        // A virtual machine cannot get a GPU that nvidia-persistenced has open.
         case.node.shell("nvidia-smi -pm 0").await?;
         let namespace = case.namespace("tiers").await?;
         let mut requests = requests();
@@ -156,7 +156,7 @@ fn every_tier_is_served_at_once_and_gpus_change_tiers_without_a_drain() -> anyho
             try_join_all(pods.iter().map(|(_, pod)| pod.delete())).await?;
             let any = kube::runtime::watcher::Config::default();
             wait::for_none(namespace.claims(), any, "no more claims", wait::USUAL).await?;
-            // The other way round next time, so that GPUs serve other tiers.
+            // In the reverse order next time, so that GPUs serve other tiers.
             requests.reverse();
         }
         case.node.no_claim_files(wait::USUAL).await?;

@@ -1,4 +1,4 @@
-//! Checks what the examples' READMEs say.
+//! Checks the statements of the examples' READMEs.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -42,7 +42,7 @@ async fn apply(case: &Case, name: &str) -> anyhow::Result<()> {
     tool::run("kubectl", &apply, &[placed.path()]).await
 }
 
-/// What the claims of the namespace got, as their nodes have written it: `data` of all devices.
+/// The `data` of all devices of the namespace's claims, which their nodes wrote.
 async fn given(namespace: &Namespace) -> anyhow::Result<Vec<Value>> {
     wait::for_answer("status.devices", wait::USUAL, async || {
         let claims = namespace.claims().list(&ListParams::default()).await?;
@@ -66,7 +66,7 @@ async fn is_in_tier(namespace: &Namespace, tier: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The partitions that `nvidia-smi -L` lists in the pod, by their profiles.
+/// The profiles of the partitions that `nvidia-smi -L` lists in the pod.
 async fn partitions(pod: &PodHandle) -> anyhow::Result<Vec<String>> {
     let listed = pod.stdout(&["nvidia-smi", "-L"]).await?;
     let lines = listed.lines().map(str::trim_start);
@@ -74,7 +74,7 @@ async fn partitions(pod: &PodHandle) -> anyhow::Result<Vec<String>> {
     Ok(profiles.map(str::to_owned).collect())
 }
 
-/// Labels the test's node for an example's policy, until the test ends; then the policy goes, too.
+/// Labels the test's node for an example's policy. Label and policy are removed when the test ends.
 async fn label(case: &Case, name: &str, policy: &'static str) -> anyhow::Result<()> {
     let label = format!("example.tranche.dev/{name}");
     let node = case.node.name().to_owned();
@@ -226,7 +226,7 @@ fn example_05_partition_by_size() -> anyhow::Result<()> {
 #[test]
 fn example_06_hard() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
-        // Shares on all GPUs leave nothing that the hardware isolates.
+        // With shares on all GPUs, no device is left that the hardware isolates.
         let others = case.namespace("shares").await?;
         let mut shares = Vec::new();
         for (number, gpu) in case.gpus.iter().enumerate() {
@@ -269,7 +269,7 @@ fn example_08_first_available() -> anyhow::Result<()> {
         ensure!(partitions(&notebook).await? == ["1g.20gb"]);
         is_in_tier(&namespace, "partition").await?;
         notebook.delete().await?;
-        // Where all GPUs are shared there is no partition.
+        // With shares on all GPUs, no partition is left.
         let others = case.namespace("shares").await?;
         for (number, gpu) in case.gpus.iter().enumerate() {
             let request = Request::capped("1Gi", "1").on(&gpu.uuid);
@@ -308,8 +308,11 @@ fn example_10_replicas() -> anyhow::Result<()> {
         apply(case, "10-replicas").await?;
         let replicas = wait::for_answer("two replicas", wait::USUAL, async || {
             let pods = namespace.pods().list(&ListParams::default()).await?;
-            let names = pods.items.into_iter().filter_map(|pod| pod.metadata.name);
-            let names: Vec<_> = names.collect();
+            let names: Vec<_> = pods
+                .items
+                .into_iter()
+                .filter_map(|pod| pod.metadata.name)
+                .collect();
             Ok((names.len() == 2).then_some(names))
         })
         .await?;
@@ -320,7 +323,7 @@ fn example_10_replicas() -> anyhow::Result<()> {
             gpus.extend(replica.nvidia_smi().await?);
         }
         ensure!(gpus.len() == 2 && gpus[0].0 != gpus[1].0, "{gpus:?}");
-        // The rest of these GPUs is for others.
+        // Other claims can have the rest of these GPUs.
         let other = case.namespace("other").await?;
         let request = Request::capped("60Gi", "80");
         other.started("pod", &request).await?;

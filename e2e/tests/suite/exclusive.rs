@@ -58,9 +58,9 @@ fn timeshared_pods_have_the_same_gpu_and_no_shim() -> anyhow::Result<()> {
     })
 }
 
-/// By the real nvidia-smi, on the node.
+/// The real nvidia-smi on the node shows the length.
 #[test]
-fn time_slices_have_the_policys_length_while_there_are_timeshared_shares() -> anyhow::Result<()> {
+fn time_slices_follow_the_policy_while_a_gpu_is_timeshared() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let uuid = &case.gpus[0].uuid;
         let list = format!("nvidia-smi compute-policy -i {uuid} -l");
@@ -80,7 +80,7 @@ fn time_slices_have_the_policys_length_while_there_are_timeshared_shares() -> an
         shown("Long").await?;
         let two = namespace.started("two", &request).await?;
         one.delete().await?;
-        // The other one's share still wants it.
+        // The other share still needs it.
         shown("Long").await?;
         two.delete().await?;
         shown("Default").await

@@ -1,4 +1,4 @@
-//! Claims whose programs hold memory and run no kernel: named, and evicted where the policy says so.
+//! Claims whose programs hold memory but run no kernel are reported, and evicted if the policy says so.
 
 use anyhow::{Context as _, ensure};
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
@@ -12,7 +12,7 @@ use tranche_api::names::{IDLE_ANNOTATION, KEEP};
 use tranche_e2e::namespace::{Source, manifest};
 use tranche_e2e::{Case, Namespace, PodHandle, Request, policy, run_on_a_node, wait};
 
-/// Without a kernel for so long a claim is idle, and so long after that it is evicted.
+/// Seconds without a kernel after which a claim is idle, and seconds after that until it is evicted.
 const AFTER: u64 = 10;
 const GRACE: u64 = 3;
 
@@ -75,8 +75,7 @@ async fn is_gone(namespace: &Namespace, pod: &PodHandle) -> anyhow::Result<()> {
 }
 
 #[test]
-fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_stays()
--> anyhow::Result<()> {
+fn idle_pods_are_named_then_evicted_and_others_stay() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("idle").await?;
         let uuid = &case.gpus[0].uuid;
@@ -85,9 +84,9 @@ fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_sta
         let worker = namespace.running("worker", &share, &WORK).await?;
         let guarded = namespace.running("guarded", &share, &HOLD).await?;
         namespace.template("kept", &share.spec()).await?;
-        let mut kept = manifest("kept", &[Source::Template("kept")], &HOLD);
-        kept["metadata"]["annotations"] = json!({IDLE_ANNOTATION: KEEP});
-        let kept = namespace.pod_from(kept).await?;
+        let mut object = manifest("kept", &[Source::Template("kept")], &HOLD);
+        object["metadata"]["annotations"] = json!({IDLE_ANNOTATION: KEEP});
+        let kept = namespace.pod_from(object).await?;
         let all = [&holder, &worker, &guarded, &kept];
         for pod in all {
             pod.started().await?;
@@ -105,7 +104,7 @@ fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_sta
         }))?;
         budgets.create(&PostParams::default(), &budget).await?;
 
-        // At first it is only named.
+        // At first, an idle claim is only reported.
         let idle = json!({
             "namespaces": {"matchLabels": {"kubernetes.io/metadata.name": namespace.name()}}, "afterSeconds": AFTER, "graceSeconds": GRACE,
         });
@@ -117,9 +116,8 @@ fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_sta
 
         let policies: Api<SharingPolicy> = Api::all(case.client.clone());
         let evict = json!({"spec": {"idle": {"action": "Evict"}}});
-        let evict = Patch::Merge(&evict);
         policies
-            .patch(&name, &PatchParams::default(), &evict)
+            .patch(&name, &PatchParams::default(), &Patch::Merge(&evict))
             .await?;
         is_gone(&namespace, &holder).await?;
         let told = holder.event("IdleEvicted").await?;
@@ -127,7 +125,7 @@ fn what_is_idle_is_named_then_evicted_and_what_works_or_is_kept_or_protected_sta
         let refused = has_reason(&guarded, "EvictionRefused").await?;
         ensure!(refused.contains("disruption budget"), "{refused}");
 
-        // The budget is gone: it is tried again.
+        // Without the budget, the next eviction succeeds.
         budgets.delete("guarded", &DeleteParams::default()).await?;
         is_gone(&namespace, &guarded).await?;
         for pod in [&worker, &kept] {

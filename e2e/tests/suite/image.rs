@@ -1,5 +1,5 @@
-//! Images with their own libcuda. In these tests it is on a volume that an init container filled; for
-//! the container's hook there is no difference.
+//! Images with their own libcuda. In these tests it is on a volume that an init container filled, which is no difference to the
+//! container's hook.
 
 use anyhow::ensure;
 use serde_json::json;
@@ -18,8 +18,8 @@ async fn with_own_driver(
 ) -> anyhow::Result<PodHandle> {
     let namespace = case.namespace(name).await?;
     namespace.template("gpu", &request.spec()).await?;
-    let mut pod = manifest("pod", &[Source::Template("gpu")], &IDLE);
-    let spec = &mut pod["spec"];
+    let mut object = manifest("pod", &[Source::Template("gpu")], &IDLE);
+    let spec = &mut object["spec"];
     spec["volumes"] = json!([{"name": "own", "emptyDir": {}}]);
     let container = &mut spec["containers"][0];
     container["env"] = json!([{"name": "LD_LIBRARY_PATH", "value": folder}]);
@@ -29,7 +29,7 @@ async fn with_own_driver(
     filler["volumeMounts"][0]["mountPath"] = json!("/own");
     filler["command"] = json!(["sh", "-euc", fill]);
     spec["initContainers"] = json!([filler]);
-    let pod = namespace.pod_from(pod).await?;
+    let pod = namespace.pod_from(object).await?;
     pod.started().await?;
     Ok(pod)
 }
@@ -38,7 +38,7 @@ async fn with_own_driver(
 fn a_libcuda_of_the_image_has_the_cap_by_name_and_by_path() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let fill = "cp /usr/lib/tranche/driver/libcuda.so.1 /own/libcuda.so.1; ln -s libcuda.so.1 /own/libcuda.so";
-        // On each of the two nodes: the hook reads what their runtimes tell it.
+        // On both nodes, because the hook reads what the node's runtime passes to it.
         let (_, second) = case.second_node().await?;
         for (name, gpu) in [("own", &case.gpus[0]), ("own-2", &second[0])] {
             let share = Request::capped("3Gi", "10").on(&gpu.uuid);
@@ -59,8 +59,7 @@ fn a_libcuda_of_the_image_has_the_cap_by_name_and_by_path() -> anyhow::Result<()
     })
 }
 
-/// The library of a newer release is the node's with one more byte: it works and can be
-/// distinguished.
+/// The library of a newer release is the node's library with one more byte: it works and can be distinguished.
 const NEWER: &str = "
     from=$(ls -d /usr/lib/tranche/driver/libcuda.so.1 /usr/lib/x86_64-linux-gnu/libcuda.so.1 2>/dev/null | head -n 1)
     cp $from /own/libcuda.so.999.1; echo newer >>/own/libcuda.so.999.1; ln -s libcuda.so.999.1 /own/libcuda.so.1
@@ -84,16 +83,16 @@ fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() -> anyhow::Result<()> 
 }
 
 #[test]
-fn a_newer_libcuda_of_the_image_is_found_first_in_an_exclusive_pod() -> anyhow::Result<()> {
+fn an_exclusive_pod_finds_its_images_newer_libcuda_first() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let pod = with_own_driver(case, &Request::exclusive(), "whole", COMPAT, NEWER).await?;
         // Without LD_LIBRARY_PATH it is found in the loader's cache.
-        let maps = "
+        let script = "
             unset LD_LIBRARY_PATH
             tranche-workload hold --bytes 1Mi --beat 100 >/tmp/beats & pid=$!
             until grep -q beat /tmp/beats; do usleep 20000; done
             grep -o '/[^ ]*libcuda[^ ]*' /proc/$pid/maps | sort -u; kill $pid";
-        let maps = pod.stdout(&["sh", "-c", maps]).await?;
+        let maps = pod.stdout(&["sh", "-c", script]).await?;
         ensure!(
             maps.contains(&format!("{COMPAT}/libcuda.so.999.1")),
             "{maps}"

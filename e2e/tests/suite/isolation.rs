@@ -1,7 +1,7 @@
-//! What a neighbour on the same GPU can take, slow down and bring down, tier by tier: the rows of `docs/isolation.md`.
+//! What a neighbour on the same GPU can take, slow down or crash in each tier: the rows of `docs/isolation.md`.
 //!
-//! A victim and a neighbour run side by side. The neighbour takes all the memory that it gets, keeps the GPU busy, and runs a
-//! kernel that writes to memory which is not allocated. The victim shows what is left of its own.
+//! A victim and a neighbour run side by side. The neighbour allocates all memory that it can, keeps the GPU busy, and runs a kernel
+//! that writes to memory which is not allocated. The test measures what the victim still has.
 
 use anyhow::{Context, ensure};
 use serde::Deserialize;
@@ -14,7 +14,7 @@ const PAGE: &str = include_str!("../../../docs/isolation.md");
 const GIB: u64 = 1 << 30;
 /// Memory that the neighbour leaves, for the blocks in which the driver allocates.
 const LEFT: u64 = 16 << 20;
-/// Percent of the memory that it has alone, and points of the GPU's time, by which the victim may have less.
+/// How much less the victim may have than alone: percent of its memory, and percent of the GPU's time.
 const PERCENT: u64 = 2;
 const POINTS: f64 = 5.0;
 
@@ -24,7 +24,7 @@ struct Pair {
     neighbour: PodHandle,
 }
 
-/// What of the victim's a neighbour leaves as it was.
+/// Whether the victim keeps its memory, its compute time and its programs beside a neighbour.
 #[derive(Debug, PartialEq)]
 struct Kept {
     memory: bool,
@@ -37,7 +37,7 @@ struct Faulted {
     errors: [String; 2],
 }
 
-/// A program that runs in a pod until it is ended.
+/// A program that runs in a pod until [`Self::end`].
 struct Background<'a> {
     pod: &'a PodHandle,
     pid: String,
@@ -63,9 +63,9 @@ impl<'a> Background<'a> {
         self.pod.stdout(&["cat", OUTPUT]).await
     }
 
-    /// Ends it; its output.
+    /// Ends it and returns its output.
     async fn end(self) -> anyhow::Result<String> {
-        // A program that has ended may stay in the process table, as nobody waits for it.
+        // A program that has ended may stay in the process table, because nobody waits for it.
         let script = format!(
             "kill {0}; while grep -q '^State:.[^Z]' /proc/{0}/status; do sleep 0.1; done 2>/dev/null",
             self.pid
@@ -75,7 +75,7 @@ impl<'a> Background<'a> {
     }
 }
 
-/// Bytes that a pod can fill; 0 where it gets none.
+/// Bytes that a pod can allocate.
 async fn filled(pod: &PodHandle) -> anyhow::Result<u64> {
     let exit = pod.exec(&["tranche-workload", "--json", "fill"]).await?;
     if exit.stderr.contains("OUT_OF_MEMORY") {
@@ -127,8 +127,7 @@ impl Pair {
         Ok(beside >= alone / 100 * (100 - PERCENT))
     }
 
-    /// Clients of MPS have different multiprocessors; simulated ones still take turns, so only silicon shows the time that each
-    /// gets.
+    /// Clients of MPS have different multiprocessors. Simulated clients still take turns, so only real GPUs show the time of each.
     async fn multiprocessors(&self) -> anyhow::Result<bool> {
         let all = 132;
         let spins = "sh -c 'echo; exec tranche-workload --json spin --time 60s'";
@@ -184,7 +183,7 @@ impl Pair {
                 "ended the victim"
             }
         );
-        // Whatever the fault ended, the pods can use their GPU again.
+        // The pods can use their GPU again after the fault.
         for pod in [&self.victim, &self.neighbour] {
             ensure!(filled(pod).await? > GIB);
         }
@@ -192,7 +191,7 @@ impl Pair {
     }
 }
 
-/// Carries the experiments out, and compares them with what the tier promises and with the page.
+/// Runs the experiments, and compares the results with the tier's promise and with the page.
 async fn shown(case: &Case, tier: Tier) -> anyhow::Result<()> {
     let pair = Pair::of(case, tier).await?;
     let kept = Kept {
@@ -239,8 +238,7 @@ fn a_capped_share_keeps_its_memory_time_and_processes() -> anyhow::Result<()> {
 }
 
 #[test]
-fn a_concurrent_share_keeps_its_memory_and_multiprocessors_and_shares_faults() -> anyhow::Result<()>
-{
+fn a_concurrent_share_keeps_its_limits_and_shares_faults() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| shown(case, Tier::Concurrent).await)
 }
 

@@ -12,7 +12,7 @@ use tranche_e2e::kubectl::tranche;
 use tranche_e2e::workload::text;
 use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, wait};
 
-/// What `get` has for a pod, once the node wrote the claim's status.
+/// The row of `get` for a pod, once the node has written the claim's status.
 async fn ready(namespace: &str, pod: &str) -> anyhow::Result<Value> {
     wait::for_answer("the pod's device", wait::USUAL, async || {
         let arguments = [
@@ -58,7 +58,7 @@ fn get_top_and_map_show_the_pods_parts_of_gpus() -> anyhow::Result<()> {
             got["gpuUUID"] == **uuids[1] && got["migUUID"] == data["migUUID"],
             "{got}, and the claim has {data}"
         );
-        // And back: from the MIG device, and from the GPU, to the pod.
+        // The MIG device and the GPU both lead back to the pod.
         for device in [text(&got, "migUUID")?, uuids[1]] {
             let found = tranche(&["get", "gpu", device, "--output", "json"])
                 .await?
@@ -70,14 +70,17 @@ fn get_top_and_map_show_the_pods_parts_of_gpus() -> anyhow::Result<()> {
             .await?
             .json()?;
         let rows = top["gpus"].as_array().context("rows")?;
-        let row = rows.iter().find(|row| row["uuid"] == **uuids[0]);
-        let row = row.with_context(|| format!("no row of {}: {top}", uuids[0]))?;
+        let row = rows
+            .iter()
+            .find(|row| row["uuid"] == **uuids[0])
+            .with_context(|| format!("no row of {}: {top}", uuids[0]))?;
         ensure!(
             row["allocatedMemory"] == 20_u64 << 30 && row["room"]["freeCores"] == 75,
             "{row}"
         );
-        let pods = tranche(&["top", "pods", "--namespace", name]).await?;
-        let pods = pods.output()?;
+        let pods = tranche(&["top", "pods", "--namespace", name])
+            .await?
+            .output()?;
         ensure!(
             pods.contains("shared") && pods.contains("partition 1g.10gb"),
             "{pods}"
@@ -105,9 +108,9 @@ fn get_top_and_map_show_the_pods_parts_of_gpus() -> anyhow::Result<()> {
     })
 }
 
-/// A user who may do nothing, and one who may list the claims of one namespace.
+/// One user has no rights, and one may list the claims of one namespace.
 #[test]
-fn users_see_what_their_rights_allow_and_one_line_says_what_is_missing() -> anyhow::Result<()> {
+fn users_see_what_their_rights_allow_and_what_is_missing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let nobody = case.unique("nobody");
         for command in [
@@ -174,7 +177,7 @@ fn users_see_what_their_rights_allow_and_one_line_says_what_is_missing() -> anyh
 
 #[test]
 fn doctor_finds_nothing_wrong_and_collect_packs_no_secret() -> anyhow::Result<()> {
-    // It examines all nodes, and other tests break them.
+    // Alone on the cluster: `doctor` examines all nodes, and other tests break nodes.
     run(async |case: &Case| {
         for plugin in case.plugins() {
             plugin.ready(None).await?;

@@ -1,4 +1,4 @@
-//! The kubelet restarts: it loses its state in memory and deletes the slices.
+//! The kubelet restarts: it loses the state in its memory and deletes the slices.
 
 use anyhow::ensure;
 use kube::ResourceExt;
@@ -80,15 +80,15 @@ fn a_kubelet_restart_leaves_pods_alone_and_slices_come_back() -> anyhow::Result<
             .await?;
         second.started().await?;
         let filled = second.fill(&[]).await?;
-        // 2 GiB are left, and the second's context takes 512 MiB of them.
+        // 2 GiB are left, and the context of the second pod takes 512 MiB of them.
         ensure!(filled[0].filled == 1536 << 20, "{filled:?}");
         Ok(())
     })
 }
 
-/// What a boot changes for us: no container runs, `/run` is empty, kube-proxy's table is gone (1.37 loses an element of one
-/// that it finds), and the kernel has probed the GPUs in the order of `minors` (for none, in the usual one). The node's own
-/// processes start again.
+/// A script that changes what a boot changes for us: no container runs, `/run` is empty, kube-proxy's table is gone (1.37 loses an
+/// element of a table that it finds), and the kernel has probed the GPUs in the order of `minors`, or in the usual order if it is
+/// empty. The node's own processes start again.
 fn boot(minors: &str) -> String {
     format!(
         "systemctl stop kubelet
@@ -106,9 +106,9 @@ fn boot(minors: &str) -> String {
 }
 
 #[test]
-fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> anyhow::Result<()> {
-    // On the first node, which runs containerd: CRI-O has no process for a pod's sandbox, so what dies with the containers is not what a
-    // boot takes away, and the kubelet does not prepare the claims again.
+fn claims_keep_their_gpus_when_the_order_of_gpus_changes() -> anyhow::Result<()> {
+    // On the first node, which runs containerd. CRI-O has no process for a pod's sandbox, so the script would not end the sandbox as a boot
+    // does, and the kubelet would not prepare the claims again.
     run(async |case: &Case| {
         renew_plugin(case);
         let namespace = case.namespace("boot").await?;
@@ -119,9 +119,9 @@ fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> any
         for (name, gpu) in [("one", first), ("two", second)] {
             let request = Request::exclusive().on(&gpu.uuid);
             namespace.template(name, &request.spec()).await?;
-            let mut pod = manifest(name, &[Source::Template(name)], &IDLE);
-            pod["spec"]["restartPolicy"] = "Always".into();
-            let pod = namespace.pod_from(pod).await?;
+            let mut object = manifest(name, &[Source::Template(name)], &IDLE);
+            object["spec"]["restartPolicy"] = "Always".into();
+            let pod = namespace.pod_from(object).await?;
             pod.started().await?;
             ensure!(pod.seen().await?[0].uuid == gpu.uuid, "{name}");
             pods.push((pod, gpu));
@@ -146,7 +146,7 @@ fn a_node_whose_gpus_come_up_in_another_order_gives_every_claim_its_own() -> any
         let epoch = system::epoch(&case.plugin().gpu_node().await?);
         case.node.shell(&boot(&swapped)).await?;
 
-        // The inventory has the new minor numbers, in the order of the PCI addresses as before.
+        // The inventory has the new minor numbers, still in the order of the PCI addresses.
         let (name, uuids) = (case.node.name(), [first.uuid.clone(), second.uuid.clone()]);
         let minors = [second.minor, first.minor];
         let nodes: Api<GpuNode> = Api::all(case.client.clone());

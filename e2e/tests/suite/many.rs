@@ -10,8 +10,8 @@ const PODS: usize = 40;
 const MI: u64 = 1 << 20;
 /// The number of pods that are created, and queried, concurrently.
 const AT_ONCE: usize = 8;
-/// The number of last pods, which are created one after another: while the scheduler binds a pod, it
-/// could refuse one that just fits (docs/architecture.md, what the scheduler counts twice).
+/// The number of last pods, which are created one after another: while the scheduler binds a pod, it could refuse another that just
+/// fits (docs/architecture.md, what the scheduler counts twice).
 const LAST: usize = AT_ONCE;
 
 #[test]
@@ -21,7 +21,7 @@ fn forty_pods_of_random_sizes_each_see_their_own() -> anyhow::Result<()> {
         let namespaces = [case.namespace("even").await?, case.namespace("odd").await?];
         let seed = uuid::Uuid::new_v4().as_u128();
         println!("sizes by seed {seed:#x}");
-        // With 5 percent each the 40 fill both GPUs' cores; 20 of the largest fit one's memory.
+        // With 5 percent each, the 40 shares fill the cores of both GPUs; 20 of the largest fit into the memory of one.
         let sizes = sizes(seed, 1..=3400);
         let pod = async |(index, mebibytes): (usize, &u64)| {
             let share = Request::capped(&format!("{mebibytes}Mi"), "5");

@@ -15,7 +15,7 @@ async fn scrape(case: &Case, pod: &Pod, token: Option<&str>) -> anyhow::Result<(
     get(case, pod, "/metrics", token).await
 }
 
-/// What the node's plugin answers a reader of this path.
+/// The response of the node's plugin to a reader of this path.
 pub async fn read(case: &Case, path: &str, token: &str) -> anyhow::Result<String> {
     let plugin = case.plugin().ready(None).await?;
     let (code, text) = get(case, &plugin, path, Some(token)).await?;
@@ -121,7 +121,7 @@ fn a_shares_numbers_are_its_own_and_the_dead_are_swept() -> anyhow::Result<()> {
     })
 }
 
-/// They name tenants' pods and claims, nodes and policies.
+/// Metrics name tenants' pods and claims, nodes and policies.
 #[test]
 fn only_who_may_read_them_gets_the_metrics() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -147,7 +147,7 @@ fn only_who_may_read_them_gets_the_metrics() -> anyhow::Result<()> {
             })
             .await
             .with_context(|| name.clone())?;
-            // They are not on the port of the health checks, which is open.
+            // The open port of the health checks does not serve them.
             let port = if name.contains("node-plugin") {
                 8085
             } else {

@@ -10,8 +10,8 @@ fn share(case: &Case, memory: &str, cores: &str) -> Request {
     Request::oversubscribed(memory, cores).on(&case.gpus[0].uuid)
 }
 
-/// Two shares of 60 GiB on a GPU of 80: both have all of it, half of it for what cannot move, and no claim gets such a share that
-/// did not ask for one.
+/// Two shares of 60 GiB on a GPU of 80 GiB: each has its 60 GiB, half of it for memory that cannot move. Only claims that request
+/// such a share get one.
 #[test]
 fn shares_have_more_memory_together_than_the_gpu() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -58,12 +58,12 @@ fn shares_have_more_memory_together_than_the_gpu() -> anyhow::Result<()> {
             "{environment}"
         );
 
-        // Its memory is given away: 154 GiB less 120.
+        // Only 34 GiB are left: 154 GiB minus 120.
         let third = namespace.idle("third", &share(case, "40Gi", "10")).await?;
         third.has_no_room().await?;
         third.delete().await?;
-        let capped = Request::capped("1Gi", "10").on(&case.gpus[0].uuid);
-        let capped = namespace.idle("capped", &capped).await?;
+        let share = Request::capped("1Gi", "10").on(&case.gpus[0].uuid);
+        let capped = namespace.idle("capped", &share).await?;
         capped.has_no_room().await?;
         for pod in [&first, &second, &capped] {
             pod.delete().await?;
@@ -72,7 +72,8 @@ fn shares_have_more_memory_together_than_the_gpu() -> anyhow::Result<()> {
     })
 }
 
-/// A change of the percentage disturbs nobody, and the GPU takes shares of the new one when the last of the old one is gone.
+/// A change of the percentage does not disturb existing shares. The GPU takes shares with the new percentage when the last old share
+/// is gone.
 #[test]
 fn a_change_of_the_percentage_waits_for_those_that_run() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {

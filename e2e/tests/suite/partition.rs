@@ -29,7 +29,7 @@ fn a_claim_gets_its_partition_and_leaves_the_gpu_as_it_was() -> anyhow::Result<(
             "{got}"
         );
         let uuid = field(&got, "migUUID")?;
-        // CUDA and nvidia-smi see the MIG device, and nothing else. cuDeviceGetUuid is its GPU's.
+        // CUDA and nvidia-smi see only the MIG device. cuDeviceGetUuid returns the GPU's UUID.
         let seen = small.seen().await?;
         ensure!(
             seen.len() == 1 && got["gpuUUID"] == seen[0].uuid && seen[0].total < 10 * GIB,
@@ -40,7 +40,7 @@ fn a_claim_gets_its_partition_and_leaves_the_gpu_as_it_was() -> anyhow::Result<(
             listed.matches("UUID: MIG-").count() == 1 && listed.contains(uuid),
             "{listed}"
         );
-        // The file of KEP-5304 has it too.
+        // The file of KEP-5304 names it, too.
         let file = "cat /var/run/kubernetes.io/dra-device-attributes/resourceclaimtemplates/*/gpu/gpu.tranche.dev-metadata.json";
         let described: Vec<Value> = workload::lines(&small.stdout(&["sh", "-c", file]).await?)?;
         let device = &described[0]["requests"][0]["devices"][0];
@@ -55,7 +55,7 @@ fn a_claim_gets_its_partition_and_leaves_the_gpu_as_it_was() -> anyhow::Result<(
             "{filled:?}"
         );
 
-        // By size: the smallest profile that has it, beside the neighbour, on the same GPU.
+        // A claim with a size gets the smallest sufficient profile, beside the neighbour on the same GPU.
         let sized = namespace
             .started("sized", &Request::partition("18Gi"))
             .await?;
@@ -118,7 +118,7 @@ fn a_partition_is_made_and_removed_beside_a_working_neighbour() -> anyhow::Resul
     })
 }
 
-/// What H100's geometry has room for runs; the rest waits, with a reason.
+/// Partitions that fit H100's geometry run; the others wait, with a reason.
 #[test]
 fn layouts_that_the_geometry_forbids_wait() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -138,7 +138,7 @@ fn layouts_that_the_geometry_forbids_wait() -> anyhow::Result<()> {
                 .await?;
             pods.push(pod);
         }
-        // Seven compute slices: a fourth 2g is none, a 1g beside three of them is one.
+        // Of seven compute slices, three 2g leave room for a 1g, but not for a fourth 2g.
         let fourth = namespace.idle("two-3", &on_first("2g.20gb")).await?;
         fourth.has_no_room().await?;
         namespace.started("one", &on_first("1g.10gb")).await?;
@@ -176,7 +176,7 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
             .map(|rest| format!("MIG-{rest}"))
             .with_context(|| listed.clone())?;
 
-        // It is published with its UUID, once the node has looked again.
+        // It is published with its UUID after the node's next look.
         case.plugin()
             .slices("the administrator's partition", wait::USUAL, |slices| {
                 let mut devices = slices
@@ -214,7 +214,7 @@ fn an_administrators_partition_is_given_out_and_never_removed() -> anyhow::Resul
     })
 }
 
-/// The plugin is killed while it makes a partition; the pod starts, and nothing is left afterwards.
+/// The plugin is killed while it makes a partition. The pod starts, and nothing is left after its end.
 #[test]
 fn a_killed_plugin_finishes_the_partition_or_removes_it() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {

@@ -1,4 +1,4 @@
-//! Whole GPUs for virtual machines. The pods stand for them: as KubeVirt's pods do, they get VFIO's nodes and the PCI address.
+//! Whole GPUs for virtual machines. The test's pods get VFIO's device nodes and the PCI address, as KubeVirt's pods do.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use tranche_e2e::{Case, Request, policy, run_on_a_node, system, wait};
 
 use crate::plugin::renew_plugin;
 
-/// The node's PCI devices, as the node plugin has them.
+/// The node's PCI devices, as the node plugin sees them.
 const PCI: &str = "/run/nvidia-sim-pci/sys/bus/pci/devices";
 /// Where the container has the description of the request `gpu` (KEP-5304).
 const METADATA: &str = "/var/run/kubernetes.io/dra-device-attributes/resourceclaimtemplates/gpu-0/gpu/gpu.tranche.dev-metadata.json";
@@ -26,12 +26,14 @@ async fn driver(case: &Case, gpu: &Gpu) -> anyhow::Result<String> {
     Ok(driver.trim().to_owned())
 }
 
-/// The node's devices, once they are of these tiers only: what a policy no longer offers stays for a while.
+/// The node's devices, once all are of these tiers: devices that a policy no longer offers stay for a while.
 async fn devices_of(case: &Case, tiers: &[Tier]) -> anyhow::Result<BTreeMap<String, Device>> {
     let wanted = |slices: &BTreeMap<String, ResourceSlice>| {
         let slices = system::complete(slices)?.into_values();
-        let devices = slices.flat_map(|slice| slice.spec.devices.into_iter().flatten());
-        let devices: BTreeMap<_, _> = devices.map(|it| (it.name.clone(), it)).collect();
+        let devices: BTreeMap<_, _> = slices
+            .flat_map(|slice| slice.spec.devices.into_iter().flatten())
+            .map(|it| (it.name.clone(), it))
+            .collect();
         let mut shown = devices
             .values()
             .map(|it| system::text(it, attribute::ISOLATION));
@@ -54,7 +56,7 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         let namespace = case.namespace("machine").await?;
         let request = Request::of(Tier::Passthrough).on(&gpu.uuid);
 
-        // nvidia-persistenced has the GPU open, and the event says how it lets go.
+        // nvidia-persistenced has the GPU open, and the event says how to make it close the GPU.
         let persistence = format!("nvidia-smi -pm 1 -i {}", gpu.uuid);
         case.node.shell(&persistence).await?;
         let refused = namespace.idle("refused", &request).await?;
@@ -71,14 +73,14 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
         let machine = namespace.started("machine", &request).await?;
 
         let group = iommu_group(&before, gpu)?;
-        let nodes = machine
+        let listed = machine
             .stdout(&[
                 "sh",
                 "-c",
                 "cd /dev; ls -d vfio/* nvidia* 2>/dev/null || true",
             ])
             .await?;
-        let nodes: Vec<_> = nodes.lines().collect();
+        let nodes: Vec<_> = listed.lines().collect();
         ensure!(
             nodes == [&*format!("vfio/{group}"), "vfio/vfio"],
             "{nodes:?}"
@@ -107,7 +109,7 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
             !listed.contains(&gpu.uuid) && listed.contains(&other.uuid),
             "{listed}"
         );
-        // Also for a plugin that has not seen it there.
+        // A plugin that has not seen it there finds it, too.
         case.plugin().kill().await?;
         let whole = Request::exclusive();
         let beside = namespace
@@ -115,10 +117,11 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
             .await?;
         ensure!(beside.seen().await?.len() == 1);
         let after = devices_of(case, &tiers).await?;
-        let changed = after
+        let changed: Vec<_> = after
             .iter()
-            .filter(|(name, it)| before.get(*name) != Some(it));
-        let changed: Vec<_> = changed.map(|(name, _)| name).collect();
+            .filter(|(name, it)| before.get(*name) != Some(it))
+            .map(|(name, _)| name)
+            .collect();
         ensure!(
             changed.is_empty() && after.len() == before.len(),
             "{changed:?}, {} devices of {}",
@@ -136,7 +139,7 @@ fn a_gpu_goes_to_a_virtual_machine_and_comes_back() -> anyhow::Result<()> {
     })
 }
 
-/// The IOMMU group of the device that is the GPU for a virtual machine.
+/// The IOMMU group of the GPU's device for virtual machines.
 fn iommu_group(devices: &BTreeMap<String, Device>, gpu: &Gpu) -> anyhow::Result<i64> {
     let offered = devices.values().find(|it| {
         system::text(it, attribute::UUID) == Some(&gpu.uuid)

@@ -13,7 +13,7 @@ use tranche_e2e::system::NodePlugin;
 use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, system, wait, workload};
 
 const PODS: usize = 50;
-/// Replaces the plugin's pod, and waits until the new one serves.
+/// Replaces the plugin's pod, and waits until the new one is ready.
 pub(crate) async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow::Result<()> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
     let old = plugin.ready(None).await?;
@@ -23,8 +23,7 @@ pub(crate) async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow:
     Ok(())
 }
 
-/// The kubelet's restart delay grows with each failure of a container, so the next test gets a new
-/// pod.
+/// Gives the next test a new pod, because the kubelet's restart delay grows with each failure of a container.
 pub(crate) fn renew_plugin(case: &Case) {
     case.changes("plugin of");
     let (client, plugin) = (case.client.clone(), case.plugin());

@@ -32,9 +32,9 @@ async fn with_share(
 ) -> anyhow::Result<PodHandle> {
     let namespace = case.namespace(name).await?;
     namespace.template("share", &share.spec()).await?;
-    let mut pod = manifest("pod", &[Source::Template("share")], &IDLE);
-    change(&mut pod["spec"]);
-    let pod = namespace.pod_from(pod).await?;
+    let mut object = manifest("pod", &[Source::Template("share")], &IDLE);
+    change(&mut object["spec"]);
+    let pod = namespace.pod_from(object).await?;
     pod.started().await?;
     Ok(pod)
 }
@@ -82,15 +82,15 @@ fn with_a_read_only_root_file_system() -> anyhow::Result<()> {
         .await?;
         let refused = pod.exec(&["touch", "/tmp/x"]).await?;
         ensure!(refused.code != 0, "the root can be written");
-        // The image has no cache: the hook made it.
+        // The hook made the cache: the image has none.
         pod.stdout(&["grep", "-q", "libcuda.so.1", "/etc/ld.so.cache"])
             .await?;
         is_capped(&pod).await
     })
 }
 
-/// Mounts the driver's files from the node's disk, which may be memory, until the test ends. Runtimes mount what CDI names with mapped IDs, which
-/// the files of an overlay, the root of a kind node, cannot be; on a machine they are on the file system of a disk.
+/// Mounts the driver's files from the node's disk, which may be memory, until the test ends. Runtimes mount CDI's files with mapped
+/// IDs. That is impossible for files of an overlay, such as the root of a kind node; on a real machine they are on a disk.
 async fn driver_on_a_disk(case: &Case, node: &Node) -> anyhow::Result<()> {
     let undo = node.clone();
     case.afterwards("the driver's files", async move {
@@ -111,7 +111,7 @@ async fn driver_on_a_disk(case: &Case, node: &Node) -> anyhow::Result<()> {
     node.shell(script).await.map(drop)
 }
 
-/// A runtime class with a runc that has user namespaces: that of kind's second handler (`e2e/kind/node-image/parts.sh`).
+/// A runtime class whose runc has user namespaces: that of kind's second handler (`e2e/kind/node-image/parts.sh`).
 async fn new_runc(case: &Case) -> anyhow::Result<String> {
     let classes: Api<RuntimeClass> = Api::all(case.client.clone());
     let name = case.unique("new-runc");
@@ -127,7 +127,7 @@ async fn new_runc(case: &Case) -> anyhow::Result<String> {
     Ok(name)
 }
 
-/// Runs pods in user namespaces on both nodes, containerd's and CRI-O's, with a further `change`; each has its cap.
+/// Runs pods in user namespaces on both nodes, containerd's and CRI-O's, with a further `change`. Each has its cap.
 async fn in_user_namespaces(
     case: &Case,
     name: &str,
@@ -220,8 +220,7 @@ fn init_and_sidecar_containers_have_the_pods_share() -> anyhow::Result<()> {
     })
 }
 
-/// As in a distroless image: the program is the container's only process, and there is no loader's
-/// cache or configuration for it.
+/// As in a distroless image, the program is the container's only process, and the loader has no cache and no configuration.
 #[test]
 fn without_a_shell_and_without_a_loaders_cache() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {

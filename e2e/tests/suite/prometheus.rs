@@ -1,4 +1,4 @@
-//! A real Prometheus scrapes the cluster, and every expression of ours, and of the dashboards that users have already, gives data.
+//! A real Prometheus scrapes the cluster. Our expressions, and those of dashboards that users already have, give data.
 
 use anyhow::{Context as _, ensure};
 use tranche_api::tier::Tier;
@@ -9,7 +9,7 @@ use tranche_e2e::{Case, Namespace, PodHandle, Request, policy, run, wait};
 
 use crate::metrics::token;
 
-/// What the panels of the dashboard of dcgm-exporter ask for, at d5e5f51 of
+/// The queries of the panels of dcgm-exporter's dashboard, at d5e5f51 of
 /// <https://github.com/NVIDIA/dcgm-exporter>, `grafana/dcgm-exporter-dashboard.json`.
 const OF_DCGM: [&str; 10] = [
     r#"DCGM_FI_DEV_GPU_TEMP{instance=~"$instance", gpu=~"$gpu"}"#,
@@ -24,8 +24,8 @@ const OF_DCGM: [&str; 10] = [
     "label_values(DCGM_FI_DEV_GPU_TEMP, gpu)",
 ];
 
-/// What the panels of HAMi's dashboard ask for, at 4707fb02 of <https://github.com/Project-HAMi/HAMi>,
-/// `dashboards/hami-vgpu-dashboard.json`, and the same of us: HAMi's names are its own.
+/// The queries of the panels of HAMi's dashboard, at 4707fb02 of <https://github.com/Project-HAMi/HAMi>,
+/// `dashboards/hami-vgpu-dashboard.json`, each with the same query for our metrics, because HAMi's names differ.
 const OF_HAMI: [(&str, &str); 11] = [
     (
         "count(hami_gpu_memory_limit_bytes)",
@@ -73,7 +73,7 @@ const OF_HAMI: [(&str, &str); 11] = [
     ),
 ];
 
-/// Metrics of alerts that have series only while something is wrong; that they are spelled right is held by the tests of `docs/check`.
+/// Metrics of alerts that have series only while something is wrong. The tests of `docs/check` check their spelling.
 const ONLY_IN_TROUBLE: [&str; 3] = [
     "tranche_zombie_memory_bytes",
     "tranche_gpu_last_xid_timestamp_seconds",
@@ -97,7 +97,7 @@ fn sent(query: &str) -> String {
     query
 }
 
-/// Whether it gives a number now, or a label's values where it asks for them.
+/// Whether the query gives a number now, or the values of a label.
 async fn gives_data(prometheus: &Prometheus, query: &str) -> anyhow::Result<bool> {
     let values = query
         .strip_prefix("label_values(")
@@ -112,7 +112,7 @@ async fn gives_data(prometheus: &Prometheus, query: &str) -> anyhow::Result<bool
     Ok(series.iter().any(|it| it.value.is_finite() && is_value(it)))
 }
 
-/// Waits until each of these, by its place, gives data.
+/// Waits until each of these queries gives data. A query has its place for messages.
 async fn all_give_data(
     prometheus: &Prometheus,
     queries: impl IntoIterator<Item = (String, String)>,
@@ -166,47 +166,52 @@ async fn in_use(
 }
 
 #[test]
-fn every_expression_of_our_dashboards_gives_data_and_every_alert_is_evaluated() -> anyhow::Result<()>
-{
+fn each_dashboard_query_gives_data_and_each_alert_is_evaluated() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("prometheus").await?;
         let token = token(case, namespace.name(), true).await?;
         let prometheus = Prometheus::start(case, &token).await?;
         let pod = in_use(case, &namespace, &prometheus).await?;
 
-        let of_dashboards = expressions(&repository())?;
-        let of_dashboards = of_dashboards.into_iter().map(|it| (it.place, it.query));
+        let of_dashboards = expressions(&repository())?
+            .into_iter()
+            .map(|it| (it.place, it.query));
         all_give_data(&prometheus, of_dashboards).await?;
-        // What an alert compares has to be there, or it never fires.
+        // An alert never fires without the metrics that it compares.
         let alerts = alerts(&repository())?;
         let of_alerts = alerts.iter().flat_map(|alert| {
-            let names = metrics(&alert.expr).into_iter();
-            let names = names.filter(|name| !ONLY_IN_TROUBLE.contains(name));
+            let names = metrics(&alert.expr)
+                .into_iter()
+                .filter(|name| !ONLY_IN_TROUBLE.contains(name));
             names.map(|name| (alert.alert.clone(), name.to_owned()))
         });
         all_give_data(&prometheus, of_alerts).await?;
 
         let rules = prometheus.rules().await?;
         for alert in alerts {
-            let error = rules.get(&alert.alert);
-            let error = error.with_context(|| format!("{} is not loaded", alert.alert))?;
+            let error = rules
+                .get(&alert.alert)
+                .with_context(|| format!("{} is not loaded", alert.alert))?;
             ensure!(error.is_empty(), "{}: {error}", alert.alert);
         }
-        // Tenants' labels stay, and the targets' are beside them.
+        // The labels of tenants stay beside those of the targets.
         let used = prometheus
             .numbers("tranche_share_memory_used_bytes > 0")
             .await?;
-        let labels = used.iter().map(|it| &it.labels).find(|it| {
-            it.get("namespace").map(String::as_str) == Some(namespace.name())
-                && it.get("pod").map(String::as_str) == Some(pod.name())
-        });
-        let labels = labels.with_context(|| format!("the pod's labels: {used:?}"))?;
+        let labels = used
+            .iter()
+            .map(|it| &it.labels)
+            .find(|it| {
+                it.get("namespace").map(String::as_str) == Some(namespace.name())
+                    && it.get("pod").map(String::as_str) == Some(pod.name())
+            })
+            .with_context(|| format!("the pod's labels: {used:?}"))?;
         ensure!(
             labels.get("node").map(String::as_str) == Some(case.node.name())
                 && labels.get("component").map(String::as_str) == Some("tranche-node-plugin"),
             "{labels:?}"
         );
-        // A cluster that works has no alert that calls somebody.
+        // In a healthy cluster no alert fires that calls somebody.
         let firing = prometheus
             .query(r#"ALERTS{alertstate="firing", severity="critical"}"#)
             .await?;

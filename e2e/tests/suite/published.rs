@@ -50,8 +50,10 @@ fn an_untested_driver_closes_the_capped_tier() -> anyhow::Result<()> {
 /// restores the old file.
 async fn newer_driver(case: &Case) -> anyhow::Result<String> {
     let shell = async |script: String| case.node.shell(&script).await;
-    let library = shell("readlink -f /usr/lib/x86_64-linux-gnu/libcuda.so.1".into()).await?;
-    let library = library.trim().to_owned();
+    let library = shell("readlink -f /usr/lib/x86_64-linux-gnu/libcuda.so.1".into())
+        .await?
+        .trim()
+        .to_owned();
     let put_back = format!("if [ -e {library}.old ]; then mv -f {library}.old {library}; fi");
     let (node, script) = (case.node.clone(), put_back.clone());
     case.afterwards(
@@ -66,7 +68,7 @@ async fn newer_driver(case: &Case) -> anyhow::Result<String> {
     Ok(put_back)
 }
 
-/// Waits until every capped device has this value of `untestedDriver`, and the taint or not.
+/// Waits until every capped device has the expected `untestedDriver` and taint.
 async fn capped_devices(case: &Case, what: &str, expected: (bool, bool)) -> anyhow::Result<()> {
     case.plugin()
         .slices(what, wait::USUAL, |slices| {
@@ -108,7 +110,7 @@ fn at_steady_state_nobody_writes() -> anyhow::Result<()> {
     })
 }
 
-/// The objects that are written without a reason.
+/// The objects that are written although nothing changed.
 async fn written<K: wait::Watched>(
     api: Api<K>,
     config: kube::runtime::watcher::Config,

@@ -1,4 +1,4 @@
-//! Bad input and broken nodes: a visible error, and no pod that runs without its cap.
+//! Bad input and broken nodes: there is a visible error, and no pod runs without its cap.
 
 use std::path::Path;
 use std::time::Duration;
@@ -61,14 +61,15 @@ async fn refuses_again(claims: &Api<ResourceClaim>) -> anyhow::Result<()> {
         dry_run: true,
         ..PostParams::default()
     };
-    // What runs after a test is sent to another thread, and `for_answer` is not.
-    let refused = async {
+    // Steps after a test must be `Send`, and `for_answer` is not.
+    let until_refused = async {
         while claims.create(&dry_run, &claim).await.is_ok() {
             tokio::time::sleep(Duration::from_millis(100)).await;
         }
     };
-    let refused = pulse::within(wait::USUAL, refused).await;
-    refused.context("the admission policy has no effect")
+    pulse::within(wait::USUAL, until_refused)
+        .await
+        .context("the admission policy has no effect")
 }
 
 /// The removal of a policy takes effect after a moment.
@@ -124,7 +125,7 @@ fn without_the_shim_no_capped_pod_starts() -> anyhow::Result<()> {
             .started("exclusive", &Request::exclusive())
             .await?;
         case.node.shell(&back).await?;
-        // The kubelet asks for the first pod only at its next resync, after a minute.
+        // The kubelet tries the first pod again only at its next resync, after a minute.
         let next = namespace
             .pod("next", &[Source::Template("pod")], &IDLE)
             .await?;

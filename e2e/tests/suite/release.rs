@@ -26,7 +26,7 @@ fn a_pod_deleted_by_force_frees_its_share() -> anyhow::Result<()> {
         );
         pod.delete_with(&DeleteParams::default().grace_period(0))
             .await?;
-        // Its successor is prepared while the kubelet still ends it, and is not refused.
+        // Its successor is prepared, and not refused, while the kubelet still ends it.
         let next = namespace.idle("next", &share).await?;
         next.started().await?;
         let refusals = next.events("PrepareFailed").await?;
@@ -68,7 +68,7 @@ fn a_claim_of_the_same_name_is_another_claim() -> anyhow::Result<()> {
                 |claim| claim.is_none().then_some(()),
             )
             .await?;
-            // As long as the kubelet knows the old claim, it refuses the new one itself.
+            // The kubelet itself refuses the new claim as long as it knows the old one.
             case.node.no_claim_files(wait::USUAL).await?;
         }
         Ok(())
@@ -119,10 +119,9 @@ fn a_tenant_that_fills_its_account_page_takes_room_from_nobody() -> anyhow::Resu
             output.trim() == "refused",
             "4 MiB of the node's memory: {output}"
         );
-        // Again in an endless loop, while other pods start, work and end.
-        let again = "cd /usr/lib/tranche/shares/*/ && while :; do head -c 4194304 /dev/zero >>account; done";
-        let again = format!("({again}) >/dev/null 2>&1 &");
-        greedy.stdout(&["sh", "-c", &again]).await?;
+        // In an endless loop, while other pods start, work and end.
+        let endless = "(cd /usr/lib/tranche/shares/*/ && while :; do head -c 4194304 /dev/zero >>account; done) >/dev/null 2>&1 &";
+        greedy.stdout(&["sh", "-c", endless]).await?;
         let neighbour = namespace.started("neighbour", &share).await?;
         let filled = neighbour.fill(&[]).await?;
         ensure!(filled[0].filled == 2 << 30, "{filled:?}");

@@ -1,5 +1,5 @@
-//! Container runtimes: containerd on the first node and CRI-O on the second, where it is installed. Both give a
-//! container what the CDI specs name, and run its hooks.
+//! Container runtimes: containerd on the first node, and CRI-O on the second, where it is installed. Both give a container all edits
+//! of the CDI specs, and run the hooks.
 
 use std::collections::BTreeSet;
 
@@ -14,7 +14,7 @@ use tranche_e2e::{Case, PodHandle, Request, run};
 const GI: u64 = 1 << 30;
 const LIMIT: u64 = 3 * GI;
 
-/// Both nodes and their GPUs, and what each runs its containers with.
+/// Both nodes with their GPUs and runtimes.
 async fn nodes(case: &Case) -> anyhow::Result<Vec<(Node, Vec<Gpu>, String)>> {
     let second = case.second_node().await?;
     let mut nodes = Vec::new();
@@ -72,8 +72,8 @@ fn texts(edits: &[Value], list: &str) -> Vec<String> {
 
 /// Checks that the container has everything that the edits name.
 async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()> {
-    let environment = pod.stdout(&["env"]).await?;
-    let environment: BTreeSet<_> = environment.lines().collect();
+    let printed = pod.stdout(&["env"]).await?;
+    let environment: BTreeSet<_> = printed.lines().collect();
     let wanted = texts(edits, "env");
     ensure!(!wanted.is_empty(), "no variable in {edits:?}");
     for variable in wanted {
@@ -99,8 +99,11 @@ async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()
         // Many images have a link there.
         let behind_link = path.replacen("/var/run/", "/run/", 1);
         let is_it = |fields: &&Vec<&str>| fields[4] == path || fields[4] == behind_link;
-        let found = mounted.iter().rev().find(is_it);
-        let found = found.with_context(|| format!("{path} is not mounted: {mounts}"))?;
+        let found = mounted
+            .iter()
+            .rev()
+            .find(is_it)
+            .with_context(|| format!("{path} is not mounted: {mounts}"))?;
         let options: Vec<_> = found[5].split(',').collect();
         for option in ["ro", "rw", "nosuid", "nodev", "noexec"] {
             let wanted = mount["options"].as_array().into_iter().flatten();
@@ -123,11 +126,15 @@ async fn has(pod: &PodHandle, node: &Node, edits: &[Value]) -> anyhow::Result<()
         );
         devices.insert(path);
     }
-    let all = pod.stdout(&["sh", "-c", "ls -d /dev/nvidia*"]).await?;
-    let all: BTreeSet<_> = all.lines().map(str::to_owned).collect();
+    let all: BTreeSet<_> = pod
+        .stdout(&["sh", "-c", "ls -d /dev/nvidia*"])
+        .await?
+        .lines()
+        .map(str::to_owned)
+        .collect();
     ensure!(all == devices, "{all:?}, not {devices:?}");
 
-    // What the hooks have made: each link, and the loader's cache.
+    // The hooks made each link and the loader's cache.
     for hook in objects("hooks") {
         let arguments: Vec<_> = hook["args"].as_array().into_iter().flatten().collect();
         for argument in arguments.windows(2).filter(|pair| pair[0] == "--link") {
@@ -182,9 +189,9 @@ fn a_container_that_starts_again_has_its_cap_on_every_runtime() -> anyhow::Resul
         for (node, gpus, _) in &nodes {
             let share = Request::capped("3Gi", "10").on(&gpus[0].uuid);
             namespace.template(node.name(), &share.spec()).await?;
-            let mut pod = manifest(node.name(), &[Source::Template(node.name())], &IDLE);
-            pod["spec"]["restartPolicy"] = "Always".into();
-            let pod = namespace.pod_from(pod).await?;
+            let mut object = manifest(node.name(), &[Source::Template(node.name())], &IDLE);
+            object["spec"]["restartPolicy"] = "Always".into();
+            let pod = namespace.pod_from(object).await?;
             pod.started().await?;
             for _ in 0..2 {
                 let filled = pod.fill(&[]).await?;

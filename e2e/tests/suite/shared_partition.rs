@@ -34,7 +34,7 @@ fn field<'a>(data: &'a Value, name: &str) -> anyhow::Result<&'a str> {
 }
 
 #[test]
-fn two_shares_of_a_partition_keep_their_caps_beside_another_partition() -> anyhow::Result<()> {
+fn shares_of_a_partition_keep_caps_beside_another_partition() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let tiers = [Tier::Capped, Tier::Partition, Tier::Exclusive];
         policy::shared_partitions(case, &tiers, Tier::Capped, &["3g.40gb"]).await?;
@@ -84,11 +84,11 @@ fn two_shares_of_a_partition_keep_their_caps_beside_another_partition() -> anyho
             "{held:?}"
         );
 
-        // All of its time is given away, and nobody gets all of the partition.
+        // All of its time is allocated, and no claim can get the whole partition.
         let third = namespace.idle("third", &share("1Gi", "10")).await?;
         third.has_no_room().await?;
-        let all = Request::of(Tier::Partition).that(&on("3g.40gb"));
-        let all = namespace.idle("all", &all).await?;
+        let partition = Request::of(Tier::Partition).that(&on("3g.40gb"));
+        let all = namespace.idle("all", &partition).await?;
         all.has_no_room().await?;
         first.delete().await?;
         third.started().await?;
@@ -117,8 +117,7 @@ fn two_shares_of_a_partition_keep_their_caps_beside_another_partition() -> anyho
 
 /// The daemon is NVIDIA's own; its clients are simulated.
 #[test]
-fn concurrent_shares_of_a_partition_have_its_daemon_beside_another_partition() -> anyhow::Result<()>
-{
+fn concurrent_shares_of_a_partition_have_its_own_daemon() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let tiers = [Tier::Concurrent, Tier::Partition, Tier::Exclusive];
         policy::shared_partitions(case, &tiers, Tier::Concurrent, &["3g.40gb"]).await?;
@@ -165,7 +164,7 @@ fn concurrent_shares_of_a_partition_have_its_daemon_beside_another_partition() -
         ensure!(migs[0] == migs[1], "two partitions: {migs:?}");
         let daemon = daemons(case, &migs[0]).await?;
         ensure!(daemon.len() == 1, "{daemon:?}");
-        // In EXCLUSIVE_PROCESS the GPU's partitions could not have a server each.
+        // In EXCLUSIVE_PROCESS the partitions could not each have a server.
         let query = format!(
             "nvidia-smi -i {} --query-gpu=compute_mode --format=csv,noheader",
             case.gpus[0].uuid
@@ -173,8 +172,8 @@ fn concurrent_shares_of_a_partition_have_its_daemon_beside_another_partition() -
         let mode = case.node.shell(&query).await?;
         ensure!(mode.trim() == "Default", "{mode}");
 
-        let all = Request::of(Tier::Partition).that(&on(case, "3g.40gb"));
-        let all = namespace.idle("all", &all).await?;
+        let partition = Request::of(Tier::Partition).that(&on(case, "3g.40gb"));
+        let all = namespace.idle("all", &partition).await?;
         all.has_no_room().await?;
         let second = pods.remove(1);
         pods.remove(0).delete().await?;
@@ -184,7 +183,7 @@ fn concurrent_shares_of_a_partition_have_its_daemon_beside_another_partition() -
         );
         second.seen().await?;
 
-        // The supervisor starts a daemon that was killed again, for the same device.
+        // The supervisor restarts a killed daemon for the same device.
         case.node
             .shell(&format!("kill -KILL {}", daemon[0]))
             .await?;

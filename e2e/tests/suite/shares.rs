@@ -47,17 +47,17 @@ fn two_namespaces_share_one_gpu() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let (a, b) = tokio::try_join!(case.namespace("a"), case.namespace("b"))?;
         let first = case.gpus[0].uuid.as_str();
-        let small = Request::capped("20Gi", "25").on(first);
-        let small = a.started("small", &small).await?;
-        let large = Request::capped("40Gi", "50").on(first);
+        let request = Request::capped("20Gi", "25").on(first);
+        let small = a.started("small", &request).await?;
+        let larger = Request::capped("40Gi", "50").on(first);
         let hold = workload::hold("32Gi");
-        let large = b.running("large", &large, &hold).await?;
+        let large = b.running("large", &larger, &hold).await?;
         large.started().await?;
         sees_exactly(&small, &[(first, 20 * GI)]).await?;
         sees_exactly(&large, &[(first, 40 * GI)]).await?;
 
-        // The neighbour works before, during and after the other reaches its cap. What it has free is compared from here on: while
-        // `sees_exactly` made a context in its share, 512 MiB more were taken.
+        // The neighbour works before, during and after the other reaches its cap. Its free memory is compared from here on, because
+        // `sees_exactly` took 512 MiB for a context in its share before.
         let before = large.next_beat().await?;
         let filled = small.fill(&[]).await?;
         ensure!(
@@ -86,8 +86,7 @@ fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<(
         let namespace = case.namespace("two").await?;
         let [one, two] = [&case.gpus[0].uuid, &case.gpus[1].uuid];
         let (small, large) = (Request::capped("5Gi", "10"), Request::capped("9Gi", "20"));
-        // In both orders, so that the result depends neither on the order of requests nor on that
-        // of GPUs.
+        // In both orders: the result must depend neither on the order of requests nor on that of GPUs.
         for (name, first, second) in [("straight", one, two), ("crossed", two, one)] {
             let requests = [
                 small.clone().named("small").on(first),
@@ -109,7 +108,7 @@ fn two_shares_on_two_gpus_keep_their_own_caps_in_any_order() -> anyhow::Result<(
             }
             pod.delete().await?;
         }
-        // The scheduler chooses: different GPUs because of the claim's constraint.
+        // The scheduler chooses different GPUs because of the claim's constraint.
         let requests = [small.named("small"), large.named("large")];
         namespace.template("apart", &apart(spec(&requests))).await?;
         let pod = namespace
@@ -156,16 +155,16 @@ fn containers_of_a_pod_get_their_own_requests() -> anyhow::Result<()> {
             Request::capped("5Gi", "10").named("large").on(gpu),
         ];
         namespace.template("both", &spec(&requests)).await?;
-        let mut pod = manifest("both", &[Source::Template("both")], &IDLE);
-        let mut second = pod["spec"]["containers"][0].clone();
+        let mut object = manifest("both", &[Source::Template("both")], &IDLE);
+        let mut second = object["spec"]["containers"][0].clone();
         second["name"] = "second".into();
         second["resources"]["claims"][0]["request"] = "large".into();
-        pod["spec"]["containers"][0]["resources"]["claims"][0]["request"] = "small".into();
-        pod["spec"]["containers"]
+        object["spec"]["containers"][0]["resources"]["claims"][0]["request"] = "small".into();
+        object["spec"]["containers"]
             .as_array_mut()
             .context("a list")?
             .push(second);
-        let pod = namespace.pod_from(pod).await?;
+        let pod = namespace.pod_from(object).await?;
         pod.started().await?;
         for (container, size) in [("cuda", 2 * GI), ("second", 5 * GI)] {
             let container = pod.container(container);

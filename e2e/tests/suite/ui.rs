@@ -24,9 +24,9 @@ const DESK: View = View {
     height: 800,
     is_dark: false,
 };
-/// What a person with other eyes, or without a mouse, would stumble over: a line for each.
+/// Returns a line for each accessibility problem of the page.
 const CHECKS: &str = include_str!("../../browser/checks.js");
-/// What has the focus: the UUID of a GPU, or an id.
+/// The focused element: the UUID of a GPU, or an id.
 const FOCUSED: &str = "document.activeElement.dataset.uuid ?? document.activeElement.id";
 
 /// The running command, and its page in a browser.
@@ -36,7 +36,7 @@ struct Page {
 }
 
 impl Page {
-    /// Starts the command with these options, opens what it prints, and waits until the cluster is there.
+    /// Starts the command with these options, opens the address that it prints, and waits until the page shows the cluster.
     async fn open(options: &[&str]) -> anyhow::Result<Self> {
         let mut command = Command::new(kubectl::binary()?)
             .arg("ui")
@@ -47,8 +47,11 @@ impl Page {
             .spawn()
             .context("running kubectl-tranche")?;
         let output = command.stdout.take().context("the command's output")?;
-        let url = BufReader::new(output).lines().next_line().await?;
-        let url = url.context("the command ended")?;
+        let url = BufReader::new(output)
+            .lines()
+            .next_line()
+            .await?
+            .context("the command ended")?;
         let browser = Browser::start().await?;
         browser.look(DESK).await?;
         browser.open(&url).await?;
@@ -62,7 +65,7 @@ impl Page {
         Ok(Self { browser, command })
     }
 
-    /// Ends both. The page and the browser have nothing to complain of.
+    /// Ends both. The page and the browser must not have written warnings or errors.
     async fn close(mut self) -> anyhow::Result<()> {
         let complaints = self.browser.complaints().await?;
         self.browser.close().await?;
@@ -71,7 +74,7 @@ impl Page {
         Ok(())
     }
 
-    /// Waits until the page has what the scheduler says of a pod, which may change with what else is in the cluster.
+    /// Waits until the page has the scheduler's message on a pod, which may change with other objects of the cluster.
     async fn has_reason(&self, pod: &PodHandle) -> anyhow::Result<()> {
         loop {
             let message = pod.unschedulable().await?;
@@ -79,10 +82,10 @@ impl Page {
                 "return document.getElementById('waiting').innerText.includes({})",
                 json!(message)
             );
-            let shown =
-                self.browser
-                    .wait_for::<bool>("the waiting pod's reason", wait::LIVE, &find);
-            let shown = shown.await;
+            let shown = self
+                .browser
+                .wait_for::<bool>("the waiting pod's reason", wait::LIVE, &find)
+                .await;
             if shown.is_ok() || pod.unschedulable().await? == message {
                 return shown.map(drop).context(message);
             }
@@ -96,8 +99,8 @@ impl Page {
         Ok(())
     }
 
-    /// Gives each GPU of the node a pod of this namespace, and searches for the namespace: what tests on other nodes do changes
-    /// nothing in the map. Returns the pods, and the GPUs' UUIDs in the order of the map, at least two.
+    /// Gives each GPU of the node a pod of this namespace, and searches for the namespace, so that tests on other nodes change nothing in
+    /// the map. Returns the pods, and the GPUs' UUIDs in the order of the map, at least two.
     async fn with_own_gpus(
         &self,
         case: &Case,
@@ -115,8 +118,10 @@ impl Page {
              return tiles.length === {} && tiles.map((it) => it.dataset.uuid)",
             pods.len()
         );
-        let tiles = self.browser.wait_for("the GPUs", wait::USUAL, &script);
-        let tiles: Vec<String> = tiles.await?;
+        let tiles: Vec<String> = self
+            .browser
+            .wait_for("the GPUs", wait::USUAL, &script)
+            .await?;
         ensure!(tiles.len() >= 2, "{tiles:?}");
         Ok((pods, tiles))
     }
@@ -125,7 +130,7 @@ impl Page {
         self.search(&format!("{}/", namespace.name())).await
     }
 
-    /// Puts words into the search, and the focus.
+    /// Puts words into the search field, and the focus on it.
     async fn search(&self, words: &str) -> anyhow::Result<()> {
         let script = format!(
             "const search = document.getElementById('search');
@@ -147,7 +152,7 @@ impl Page {
         self.browser.evaluate::<bool>(&script).await.map(drop)
     }
 
-    /// The keys that go from the node that has the focus to another one, and back.
+    /// The keys that move the focus from its node to another node, and back.
     async fn way_to_others(&self) -> anyhow::Result<(Key, Key)> {
         let script = "const own = document.activeElement.closest('section');
              return own.nextElementSibling ? 'below' : own.previousElementSibling && 'above'";
@@ -162,7 +167,7 @@ impl Page {
         })
     }
 
-    /// The UUID of the GPU that has the focus, or the id of what has it.
+    /// The UUID of the focused GPU, or the id of the focused element.
     async fn focused(&self) -> anyhow::Result<String> {
         self.browser.evaluate(&format!("return {FOCUSED}")).await
     }
@@ -175,7 +180,7 @@ impl Page {
         come.await.map(drop)
     }
 
-    /// Presses a key until the focus is at a GPU of the node, or of another one. It stays in the first column, where it is.
+    /// Presses a key until the focus is on a GPU of the node, or of another node. The focus must stay in the first column.
     async fn comes_to(&self, key: Key, node: &str, is_its: bool) -> anyhow::Result<()> {
         let script = format!(
             "const tile = document.activeElement, left = (it) => it.getBoundingClientRect().left;
@@ -191,7 +196,7 @@ impl Page {
         .await
     }
 
-    /// Presses a key that moves the focus.
+    /// Presses a key that must move the focus to `expected`.
     async fn goes(&self, key: Key, expected: &str) -> anyhow::Result<()> {
         self.browser.press(key).await?;
         let focused = self.focused().await?;
@@ -203,7 +208,7 @@ impl Page {
     }
 }
 
-/// What the scheduler gave a claim, as soon as the API server has it.
+/// A claim's allocation, as soon as the API server has it.
 async fn allocated(namespace: &Namespace, claim: &str) -> anyhow::Result<Value> {
     let found = wait::for_one(
         namespace.claims(),
@@ -220,8 +225,7 @@ async fn allocated(namespace: &Namespace, claim: &str) -> anyhow::Result<Value> 
 }
 
 #[test]
-fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
--> anyhow::Result<()> {
+fn the_page_shows_a_share_in_two_seconds_as_the_api_server_does() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let page = Page::open(&[]).await?;
@@ -267,8 +271,8 @@ fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
         }
 
         // A pod that does not fit waits, with the scheduler's own words.
-        let big = Request::capped("75Gi", "90").on(uuid);
-        let big = namespace.idle("big", &big).await?;
+        let too_big = Request::capped("75Gi", "90").on(uuid);
+        let big = namespace.idle("big", &too_big).await?;
         page.has_reason(&big).await?;
         big.delete().await?;
 
@@ -290,7 +294,7 @@ fn the_page_shows_a_share_within_two_seconds_and_says_what_the_api_server_says()
 }
 
 #[test]
-fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> anyhow::Result<()> {
+fn the_page_works_by_keyboard_on_a_phone_and_in_both_themes() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let page = Page::open(&[]).await?;
@@ -304,7 +308,7 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
         page.comes_to(back, case.node.name(), true).await?;
         page.search_for(&namespace).await?;
 
-        // Tab reaches the map once, arrows go through it.
+        // Tab reaches the map once, and arrows move within it.
         let in_tiers = "return document.activeElement.closest('#tiers') !== null";
         page.browser.press(Key::Tab).await?;
         while page.browser.evaluate::<bool>(in_tiers).await? {
@@ -328,10 +332,10 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
             page.goes(key, expected).await?;
         }
         page.browser.press(Key::Enter).await?;
-        let shown = "return document.getElementById('details').innerText";
-        let shown: String = page.browser.evaluate(shown).await?;
+        let details = "return document.getElementById('details').innerText";
+        let shown: String = page.browser.evaluate(details).await?;
         ensure!(shown.contains(&tiles[0]), "{shown}");
-        // The bar is for the eye: the same facts are in words.
+        // Screen readers skip the bar, because words have the same facts.
         let hidden =
             "return [...document.querySelectorAll('.bar')].every((it) => it.ariaHidden === 'true')";
         ensure!(
@@ -369,7 +373,7 @@ fn the_page_is_usable_by_keyboard_readable_on_a_phone_and_in_both_themes() -> an
 }
 
 #[test]
-fn the_focus_and_a_pressed_tier_stay_in_the_page_when_gpus_leave_the_map() -> anyhow::Result<()> {
+fn the_focus_and_a_pressed_tier_stay_when_gpus_leave_the_map() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let page = Page::open(&[]).await?;
@@ -385,7 +389,7 @@ fn the_focus_and_a_pressed_tier_stay_in_the_page_when_gpus_leave_the_map() -> an
         last.delete().await?;
         page.focus_comes_to("map").await?;
 
-        // The button is the same element, so that a press of it is not lost; without GPUs it is there until it is pressed again.
+        // The button stays the same element, so that a press is not lost. Without GPUs it stays until it is pressed again.
         let pressed = "return tier.isConnected && tier.ariaPressed === 'true'";
         ensure!(
             page.browser.evaluate::<bool>(pressed).await?,
@@ -434,7 +438,7 @@ async fn narrow_kubeconfig(
 }
 
 #[test]
-fn a_user_with_rights_in_one_namespace_sees_its_shares_and_what_is_missing() -> anyhow::Result<()> {
+fn a_user_of_one_namespace_sees_its_shares_and_what_is_missing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("ui").await?;
         let other = case.namespace("ui-other").await?;

@@ -6,10 +6,10 @@ use tranche_e2e::version::Version;
 use tranche_e2e::{Case, PodHandle, Request, run, system, wait, workload};
 
 const GI: u64 = 1 << 30;
-/// What the chart's own policy says that a CUDA context takes.
+/// The memory of a CUDA context in the chart's own policy.
 const CONTEXT: u64 = GI / 2;
 
-/// What one process can allocate of a share, of which another holds `held`.
+/// Checks how much one process can allocate of a share while another holds `held`.
 async fn fills(pod: &PodHandle, share: u64, held: Option<u64>) -> anyhow::Result<()> {
     let filled = pod.fill(&[]).await?;
     let expected = held.map_or(share, |held| share - held - CONTEXT);
@@ -21,8 +21,8 @@ async fn fills(pod: &PodHandle, share: u64, held: Option<u64>) -> anyhow::Result
     Ok(())
 }
 
-/// Caps, accounts and journals live on: a pod runs through, a second pod joins its claim and finds what is left, a container
-/// that starts again has its cap, and what the later version prepared is known to the earlier one.
+/// Caps, accounts and journals survive: a pod runs without interruption, a second pod joins its claim and gets what is left, a
+/// restarted container has its cap, and the earlier version knows the claims that the later one prepared.
 #[test]
 fn shares_in_use_outlive_an_update_and_its_rollback() -> anyhow::Result<()> {
     run(async |case: &Case| {
@@ -77,7 +77,7 @@ fn shares_in_use_outlive_an_update_and_its_rollback() -> anyhow::Result<()> {
             restarting[restarting.len() - 1].started().await?;
         }
 
-        // Every share is known to the version that runs now: the claims are released, and nothing is left of them.
+        // The running version knows every share: the claims are released and leave no files.
         for pod in &restarting {
             pod.delete().await?;
         }

@@ -1,4 +1,4 @@
-//! Who uses which part of a GPU, as `/metrics` and `/usage` say it.
+//! `/metrics` and `/usage` report who uses which part of a GPU.
 
 use anyhow::{Context as _, ensure};
 use futures::future::try_join_all;
@@ -12,11 +12,11 @@ use crate::metrics::{read, token};
 use crate::watchdog::BYPASS;
 
 const GIB: u64 = 1 << 30;
-/// MiB by which memory may differ: code, and the driver's granularity.
+/// MiB by which memory may differ, because of code and the driver's granularity.
 const MIB: f64 = 64.0;
-/// Points of a GPU's utilization by which a series may differ from the program's own measurement.
+/// How far a series may differ from the program's own measurement, in percent of the GPU's time.
 const POINTS: f64 = 5.0;
-/// The ten seconds that are averaged, and as long again to compare.
+/// The ten seconds of an average, and more than as long again to compare.
 const SPUN: &str = "24s";
 
 /// The values of a metric with the pod of each, if any.
@@ -44,7 +44,7 @@ impl Reader<'_> {
         gpus.find(|gpu| gpu.uuid == uuid).context("the GPU")
     }
 
-    /// The series of a metric for a GPU, scraped again and again while `work` goes on.
+    /// The series of a metric for a GPU, scraped repeatedly while `work` runs.
     async fn beside<T>(
         &self,
         work: impl Future<Output = anyhow::Result<T>>,
@@ -65,8 +65,10 @@ impl Reader<'_> {
     async fn series(&self, name: &str, uuid: &str) -> anyhow::Result<Series> {
         let text = self.text("/metrics").await?;
         let of_gpu = format!("UUID=\"{uuid}\"");
-        let lines = text.lines().filter(|line| line.contains(&of_gpu));
-        let lines = lines.filter(|line| line.starts_with(&format!("{name}{{")));
+        let lines = text
+            .lines()
+            .filter(|line| line.contains(&of_gpu))
+            .filter(|line| line.starts_with(&format!("{name}{{")));
         let series = lines.map(|line| {
             let (labels, value) = line.rsplit_once(' ').context("a value")?;
             let pod = labels
@@ -83,13 +85,13 @@ fn of(series: &[(Option<String>, f64)], pod: &str) -> Option<f64> {
     found.next().map(|(_, value)| *value)
 }
 
-/// The median of what the program counts in each second.
+/// The median of the program's measurements of each second.
 async fn spin(pod: &PodHandle) -> anyhow::Result<f64> {
     compute::spin(pod, SPUN).await
 }
 
-/// The median values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, and what they measured themselves. The
-/// values never add up to more than the GPU.
+/// The median values of `DCGM_FI_DEV_GPU_UTIL` of pods that spin, and their own measurements. The values never add up to more than
+/// the GPU.
 async fn spun(
     reader: &Reader<'_>,
     uuid: &str,
@@ -101,13 +103,16 @@ async fn spun(
         let sum: f64 = series.iter().map(|(_, value)| value).sum();
         ensure!(sum <= 100.01, "{series:?}");
     }
-    // At first the average still has the time before, at the end programs have ended.
+    // At first the average includes the time before; at the end programs have ended.
     let steady = &scrapes[scrapes.len() / 2..scrapes.len() * 7 / 8];
     ensure!(!steady.is_empty(), "too few scrapes while they spun");
-    // Of one moment they may differ from the whole on a busy machine.
+    // The median, because single values may be off on a busy machine.
     let median = |pod: &PodHandle| {
-        let values: Option<Vec<f64>> = steady.iter().map(|it| of(it, pod.name())).collect();
-        let mut values = values.with_context(|| format!("{steady:?}"))?;
+        let mut values = steady
+            .iter()
+            .map(|it| of(it, pod.name()))
+            .collect::<Option<Vec<f64>>>()
+            .with_context(|| format!("{steady:?}"))?;
         values.sort_by(f64::total_cmp);
         anyhow::Ok(values[values.len() / 2])
     };
@@ -126,7 +131,7 @@ fn about(values: &[f64], wanted: &[f64]) -> anyhow::Result<()> {
 }
 
 #[test]
-fn three_pods_have_the_utilization_that_they_cause_and_it_adds_up() -> anyhow::Result<()> {
+fn the_utilization_of_three_pods_is_their_own_and_adds_up() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("usage").await?;
         let reader = Reader::new(case, namespace.name()).await?;
@@ -144,10 +149,10 @@ fn three_pods_have_the_utilization_that_they_cause_and_it_adds_up() -> anyhow::R
     })
 }
 
-/// A kernel on 30 percent of the multiprocessors takes as much longer. The GPU is busy with it all that time, and its program
-/// counts what it would take on the whole GPU.
+/// A kernel on 30 percent of the multiprocessors takes longer in proportion. The GPU is busy all that time, but the program counts
+/// the time that the kernel would take on the whole GPU.
 #[test]
-fn pods_of_concurrent_shares_have_the_utilization_that_they_cause() -> anyhow::Result<()> {
+fn pods_of_concurrent_shares_have_their_own_utilization() -> anyhow::Result<()> {
     run(async |case: &Case| {
         policy::tiers(case, &[Tier::Concurrent, Tier::Exclusive]).await?;
         let namespace = case.namespace("usage-mps").await?;
@@ -170,7 +175,7 @@ fn pods_of_concurrent_shares_have_the_utilization_that_they_cause() -> anyhow::R
     })
 }
 
-/// NVML tells no utilization by process in MIG mode, and GPM that of the instance.
+/// In MIG mode, NVML has no utilization by process, and GPM has that of the instance.
 #[test]
 fn a_partitions_pod_has_its_memory_and_its_utilization() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -203,7 +208,7 @@ fn a_partitions_pod_has_its_memory_and_its_utilization() -> anyhow::Result<()> {
     })
 }
 
-/// A program that holds so much, in the background.
+/// Starts a program in the background that holds `bytes` of memory.
 async fn holds(pod: &PodHandle, bytes: &str) -> anyhow::Result<()> {
     let hold = format!(
         "tranche-workload hold --bytes {bytes} --beat 100 >/tmp/beats 2>&1 &
@@ -243,12 +248,12 @@ fn memory_adds_up_and_what_bypasses_is_its_pods() -> anyhow::Result<()> {
             if honest.used < GIB || bypass.used < 2 * GIB {
                 return Ok(None);
             }
-            // By the kubelet's mounts and its pod resources.
+            // The pod and container come from the kubelet's mounts and pod resources.
             ensure!(
                 honest.container.is_some() && bypass.container.is_some(),
                 "{gpu:?}"
             );
-            // What is in no account.
+            // Memory that no account has.
             let share = gpu
                 .shares
                 .iter()
@@ -267,7 +272,7 @@ fn memory_adds_up_and_what_bypasses_is_its_pods() -> anyhow::Result<()> {
     })
 }
 
-/// Finds the shim of containerd that has started a command, which alone ends its container.
+/// A script that finds the containerd shim that started a command. Only this shim can end the container.
 fn shim_of(command: &str) -> String {
     format!(
         "pid=$(pgrep -o -f '^{command}')
@@ -280,7 +285,7 @@ fn shim_of(command: &str) -> String {
 }
 
 #[test]
-fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::Result<()> {
+fn memory_of_a_force_deleted_pod_is_a_zombie_and_blocks_its_gpu() -> anyhow::Result<()> {
     // On the first node, which runs containerd.
     run(async |case: &Case| {
         let namespace = case.namespace("usage-zombie").await?;
@@ -337,7 +342,7 @@ fn memory_of_a_pod_deleted_by_force_is_a_zombie_and_blocks_its_gpu() -> anyhow::
             zombie.is_some_and(|line| line.contains(pod.name())),
             "{text}"
         );
-        // Nobody else gets the GPU.
+        // No other claim gets the GPU.
         let next = namespace.idle("next", &request).await?;
         let event = next.event("PrepareFailed").await?;
         ensure!(event.contains(uuid.as_str()), "{event}");

@@ -19,10 +19,10 @@ const GI: u64 = 1 << 30;
 /// The pods that serve the API.
 const REPLICAS: &str = "app.kubernetes.io/component=usage-api";
 
-/// The output of kubectl as the owner of a token, or what it wrote to stderr.
+/// The output of kubectl as the owner of a token, or its stderr.
 async fn kubectl(token: &str, arguments: &[&str]) -> anyhow::Result<Result<String, String>> {
     let server = Config::infer().await?.cluster_url.to_string();
-    // Without the suite's kubeconfig, whose client certificate would go before the token.
+    // Without the suite's kubeconfig, whose client certificate would override the token.
     let output = Command::new("kubectl")
         .args([
             "--kubeconfig",
@@ -47,13 +47,13 @@ async fn kubectl(token: &str, arguments: &[&str]) -> anyhow::Result<Result<Strin
     })
 }
 
-/// What the node's plugin itself answers.
+/// The response of the node's plugin itself.
 async fn of_the_plugin(case: &Case, token: &str) -> anyhow::Result<NodeUsage> {
     let text = metrics::read(case, tranche_api::usage::PATH, token).await?;
     Ok(serde_json::from_str(&text)?)
 }
 
-/// The administrator of the suite, with the library's client.
+/// The suite's administrator reads with the library's client.
 async fn of_the_claim(case: &Case, name: &str, claim: &str) -> anyhow::Result<()> {
     let usages: Api<ClaimUsage> = Api::namespaced(case.client.clone(), name);
     let usage = wait::for_answer("the memory in use", wait::USUAL, async || {
@@ -81,7 +81,7 @@ async fn of_the_claim(case: &Case, name: &str, claim: &str) -> anyhow::Result<()
     Ok(())
 }
 
-/// A tenant with the right to view its namespace, with kubectl.
+/// A tenant who may view its namespace reads with kubectl.
 async fn a_tenant_sees_its_own(
     case: &Case,
     name: &str,
@@ -138,7 +138,7 @@ async fn a_tenant_sees_its_own(
     Ok(())
 }
 
-/// Somebody who is bound to the reader's role; returns the token.
+/// A user bound to the reader's role sees all; returns the token.
 async fn a_reader_sees_all(case: &Case, name: &str, neighbour: &str) -> anyhow::Result<String> {
     let reader = account::create(&case.client, name, "reader").await?;
     account::bind(case, name, "reader", "tranche-usage-reader").await?;
@@ -151,13 +151,14 @@ async fn a_reader_sees_all(case: &Case, name: &str, neighbour: &str) -> anyhow::
         nodes.lines().any(|line| line.starts_with(case.node.name())),
         "{nodes}"
     );
-    let all = kubectl(&reader, &["get", "claimusages", "--all-namespaces"]).await?;
-    let all = all.map_err(anyhow::Error::msg)?;
+    let all = kubectl(&reader, &["get", "claimusages", "--all-namespaces"])
+        .await?
+        .map_err(anyhow::Error::msg)?;
     ensure!(all.contains(name) && all.contains(neighbour), "{all}");
     Ok(reader)
 }
 
-/// The numbers are the plugin's.
+/// The API reports the plugin's numbers.
 async fn as_the_plugin_says(case: &Case, reader: &str) -> anyhow::Result<()> {
     let objects: Api<NodeUsageObject> = Api::all(case.client.clone());
     wait::for_answer("the plugin's numbers", wait::USUAL, async || {
@@ -179,7 +180,7 @@ async fn as_the_plugin_says(case: &Case, reader: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// What the API says of itself, and what it does not have.
+/// The API's description of itself, and its errors for what it does not have.
 async fn what_the_api_says(case: &Case, reader: &str) -> anyhow::Result<()> {
     let explained = kubectl(reader, &["explain", "claimusages.devices"]).await?;
     ensure!(
@@ -236,7 +237,8 @@ fn a_tenant_reads_its_claims_and_an_administrator_every_node() -> anyhow::Result
     })
 }
 
-/// The holding of 1 GiB in a share of 4 GiB, as `kubectl tranche` shows it to an administrator, to a tenant, and to one without the right.
+/// A program holds 1 GiB in a share of 4 GiB. `kubectl tranche` shows it to an administrator and to a tenant, but not to a user without
+/// the right.
 #[test]
 fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
     run(async |case: &Case| {
@@ -259,9 +261,9 @@ fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
         })
         .await?;
         ensure!(row["pods"][0]["pod"] == "holder", "{row}");
-        let gpus = tranche(&["top", "gpus", "--output", "json"]).await?;
-        ensure!(!gpus.stderr.contains("usage is"), "{gpus:?}");
-        let gpus = gpus.json()?;
+        let top = tranche(&["top", "gpus", "--output", "json"]).await?;
+        ensure!(!top.stderr.contains("usage is"), "{top:?}");
+        let gpus = top.json()?;
         let mut rows = gpus["gpus"].as_array().context("rows")?.iter();
         let of_gpu = rows.find(|row| row["uuid"] == **uuid).context("the GPU")?;
         ensure!(of_gpu["used"]["memory"].as_u64() >= Some(GI), "{of_gpu}");
@@ -271,17 +273,18 @@ fn kubectl_tranche_shows_use_with_the_users_own_rights() -> anyhow::Result<()> {
         let map = tranche(&["map", "--ascii"]).await?.output()?;
         let shown = format!("{holder} 4Gi 25% (uses 1");
         ensure!(map.contains(&shown), "{map}");
-        let cost = ["cost", "--by", "claim", "--output", "json"];
-        let cost = tranche(&cost).await?.json()?;
+        let by_claim = ["cost", "--by", "claim", "--output", "json"];
+        let cost = tranche(&by_claim).await?.json()?;
         let mut sizes = cost["rightSizes"].as_array().context("sizes")?.iter();
-        let size = sizes.find(|it| it["claim"] == *holder);
-        let size = size.with_context(|| format!("no size of {holder}: {cost}"))?;
+        let size = sizes
+            .find(|it| it["claim"] == *holder)
+            .with_context(|| format!("no size of {holder}: {cost}"))?;
         ensure!(
             size["requestedMemory"] == 4 * GI && size["suggestedMemory"].as_u64() < Some(4 * GI),
             "{size}"
         );
 
-        // Users who may list the claims of the namespace; one of them may view what they use, too.
+        // Both users may list the claims of the namespace; only one may also view the use.
         let (tenant, blind) = (case.unique("tenant"), case.unique("blind"));
         for (role, group, resource, users) in [
             (
@@ -342,7 +345,7 @@ fn a_killed_replica_is_not_missed() -> anyhow::Result<()> {
         ensure!(replicas.len() >= 2, "{} replicas", replicas.len());
         let objects: Api<NodeUsageObject> = Api::all(case.client.clone());
         let node = case.node.name();
-        // One after the other, so that each replica once answers alone.
+        // One after the other, so that each replica answers alone once.
         for replica in replicas {
             pods.delete(
                 &replica.name_any(),

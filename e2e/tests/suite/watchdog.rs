@@ -1,4 +1,4 @@
-//! The watchdog: a program that bypasses the shim is reported on its pod, and is ended if the policy says so.
+//! The watchdog reports a program that bypasses the shim on its pod, and ends it if the policy says so.
 
 use anyhow::ensure;
 use k8s_openapi::api::events::v1::Event;
@@ -7,8 +7,7 @@ use serde_json::json;
 use tranche_api::gpu_node::Gpu;
 use tranche_e2e::{Case, PodHandle, Request, policy, run, run_on_a_node, wait};
 
-/// A program that allocates 2 GiB with a copy of the driver's library under another name, which is not
-/// covered.
+/// A program that allocates 2 GiB with a copy of the driver's library under another name, which the shim does not cover.
 pub const BYPASS: &str = "
     mkdir -p /tmp/own && cp /usr/lib/tranche/driver/libcuda.so.1 /tmp/own/libcuda.so.1 || exit 1
     ln -sf libcuda.so.1 /tmp/own/libcuda.so
@@ -16,7 +15,7 @@ pub const BYPASS: &str = "
         >/tmp/beats 2>&1 & echo $! >/tmp/pid
     until grep -q beat /tmp/beats; do kill -0 $(cat /tmp/pid) || { cat /tmp/beats; exit 1; }; usleep 20000; done";
 
-/// The notes of the events `CapBypassed` and `CapBypassEnded` on a pod.
+/// The texts of the events `CapBypassed` and `CapBypassEnded` on a pod.
 async fn events(case: &Case, pod: &PodHandle, namespace: &str) -> anyhow::Result<Vec<String>> {
     let api: Api<Event> = Api::namespaced(case.client.clone(), namespace);
     let events = api.list(&ListParams::default()).await?;
@@ -49,7 +48,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         let share = Request::capped("4Gi", "25").on(&gpu.uuid);
         let pod = namespace.started("pod", &share).await?;
         is_named(case, &pod, namespace.name(), gpu).await?;
-        // It continues: the policy says Report.
+        // It still runs, because the policy says Report.
         pod.stdout(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
 
         let name = policy::apply(case, "kill", &json!({"onBypass": "Kill"})).await?;
@@ -95,7 +94,7 @@ fn a_share_filled_to_its_cap_is_left_alone() -> anyhow::Result<()> {
         let namespace = case.namespace("watched").await?;
         let share = Request::capped("4Gi", "25").on(&case.gpus[0].uuid);
         let pod = namespace.started("pod", &share).await?;
-        // Ten seconds of allocating everything and freeing it.
+        // For ten seconds, allocates everything and frees it.
         let fill = "end=$(($(date +%s) + 10)); while [ $(date +%s) -lt $end ]; do tranche-workload fill >/dev/null || exit 1; done";
         pod.stdout(&["sh", "-c", fill]).await?;
         let notes = events(case, &pod, namespace.name()).await?;

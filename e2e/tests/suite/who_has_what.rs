@@ -28,7 +28,7 @@ fn command(word: &str, placeholders: &[(&str, &str)]) -> anyhow::Result<String> 
     Ok(format!("kubectl {command}"))
 }
 
-/// What a command prints; nothing where grep finds nothing.
+/// The output of a command; empty where grep finds nothing.
 async fn output(command: &str) -> anyhow::Result<String> {
     let output = Command::new("bash").args(["-c", command]).output().await?;
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -80,10 +80,10 @@ fn the_commands_of_the_page_find_devices_by_pod_and_pods_by_gpu() -> anyhow::Res
 
 /// Claims whose pods come and go.
 const CLAIMS: usize = 8;
-/// How often each gets another pod, so that there are more than a hundred in all.
+/// How often each claim gets another pod: more than a hundred pods in total.
 const PODS: usize = 13;
 
-/// The shares that a claim is allocated, and those of which its status tells.
+/// The shares that are allocated to a claim, and those in its status.
 fn shares(claim: &ResourceClaim) -> [BTreeSet<Option<String>>; 2] {
     let status = claim.status.as_ref();
     let allocated =
@@ -114,7 +114,7 @@ async fn comes_and_goes(namespace: &Namespace, claim: &str) -> anyhow::Result<()
         wait::for_answer("the status of the pod's share", wait::USUAL, async || {
             let [allocated, described] = shares(&claims.get(claim).await?);
             let stale = described.difference(&allocated).count();
-            // Not repeated until it is right: it must never be wrong.
+            // Not repeated until it is right, because it must never be wrong.
             assert_eq!(stale, 0, "{name}: {described:?}, allocated {allocated:?}");
             Ok((!described.is_empty() && described == allocated).then_some(()))
         })

@@ -1,5 +1,5 @@
-//! What the node must not hand out: GPUs that another system hands out, GPUs that are lost or in MIG mode, and
-//! devices that an allocator gave away twice.
+//! Devices that the node must withhold or refuse: GPUs of a competing driver, GPUs that are lost or in MIG mode, and devices that an
+//! allocator allocated twice.
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{Event, Node as CoreNode};
@@ -38,7 +38,7 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
             .patch_status("whole", &PatchParams::default(), &Patch::Merge(&allocation))
             .await
             .context("allocating the claim as such a scheduler would")?;
-        // Bound by hand: kube-scheduler would not place it.
+        // The test binds the pod, because kube-scheduler would not place it.
         let mut bound = manifest("whole", &[Source::Claim("whole")], &IDLE);
         bound["spec"]["nodeName"] = case.node.name().into();
         let whole = namespace.pod_from(bound).await?;
@@ -57,10 +57,9 @@ fn a_gpu_that_an_allocator_gave_away_twice_is_prepared_once() -> anyhow::Result<
     })
 }
 
-/// What the node sees of NVIDIA's DRA driver: a registration socket that accepts connections, and
-/// slices that name the node's first GPU.
+/// The node sees of NVIDIA's DRA driver a registration socket that accepts connections, and slices that name the node's first GPU.
 #[test]
-fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::Result<()> {
+fn a_gpu_of_nvidias_dra_driver_is_withheld_until_it_ends() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let node = case.node.name().to_owned();
         let uuid = case.gpus[0].uuid.clone();
@@ -106,7 +105,7 @@ fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::R
             .await?;
         pod.unschedulable().await?;
 
-        // The file of its socket stays.
+        // The file of its socket still exists.
         case.node.shell("kill $(cat /run/other-driver.pid)").await?;
         withheld(case, "the GPU offered again", &[]).await?;
         pod.started().await?;
@@ -114,7 +113,7 @@ fn a_gpu_of_nvidias_dra_driver_is_withheld_until_that_driver_ends() -> anyhow::R
     })
 }
 
-/// Waits until the GpuNode says that this GPU alone is withheld, for this reason; for none, that none is.
+/// Waits until the GpuNode says that only this GPU is withheld, for this reason; for `None`, that no GPU is withheld.
 async fn withheld_for(case: &Case, gpu: Option<(&str, &str)>) -> anyhow::Result<()> {
     let api: Api<GpuNode> = Api::all(case.client.clone());
     let what = gpu.map_or("no GPU withheld".to_owned(), |(uuid, reason)| {
@@ -148,8 +147,8 @@ async fn reported(case: &Case, uuid: &str, reason: &str) -> anyhow::Result<()> {
     .await
 }
 
-/// Takes a GPU away by `fault`, which returns the script that undoes it, and sees that its own devices alone
-/// are withheld, for `reason`, until then.
+/// Makes a GPU unusable with `fault`, which returns the script that undoes it. Checks that until then only this GPU's devices are
+/// withheld, for `reason`.
 async fn costs_its_own_devices(
     case: &Case,
     namespace: &str,
@@ -159,7 +158,7 @@ async fn costs_its_own_devices(
     let [first, second] = &case.gpus[..] else {
         anyhow::bail!("two GPUs, not {:?}", case.gpus);
     };
-    // A GPU that the test before had in MIG mode may be withheld until it is described again.
+    // A GPU that was in MIG mode in an earlier test may be withheld until the node describes it again.
     withheld_for(case, None).await?;
     let namespace = case.namespace(namespace).await?;
     let neighbour = namespace
@@ -178,7 +177,7 @@ async fn costs_its_own_devices(
         .idle("refused", &Request::exclusive().on(&first.uuid))
         .await?;
     refused.unschedulable().await?;
-    // The other GPU's pod runs on, and its devices are offered as before.
+    // The pod of the other GPU still runs, and that GPU's devices are still offered.
     ensure!(neighbour.seen().await?.len() == 1, "the neighbour's GPU");
     case.device(second, "exclusive").await?;
 
@@ -194,8 +193,8 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
         let token = token(case, namespace.name(), true).await?;
         let uuid = &case.gpus[0].uuid;
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
-            // A GPU's errors are counted from the first sample after a claim holds one of the node's GPUs. What earlier claims'
-            // samples counted is told all the time; for how long this claim is idle is known from its own.
+            // A GPU's errors are counted from the first sample after a claim has one of the node's GPUs. The counter shows the samples of earlier
+            // claims all the time, but the idle time of this claim is only known from its own samples.
             wait::for_answer("the GPU's errors counted", wait::USUAL, async || {
                 let text = read(case, "/metrics", &token).await?;
                 let has = |name: &str, label: &str| {
@@ -212,7 +211,7 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
             node.lose_gpu(uuid).await
         })
         .await?;
-        // Its error is counted, though a claim held only the other GPU.
+        // Its error is counted, although a claim had only the other GPU.
         let text = read(case, "/metrics", &token).await?;
         for name in [
             "tranche_gpu_xids_total",
@@ -235,7 +234,7 @@ fn a_gpu_that_is_switched_to_mig_mode_is_not_offered_whole() -> anyhow::Result<(
     })
 }
 
-/// NVIDIA's own device plugin, as it comes: it registers with the kubelet and advertises all GPUs of the node.
+/// NVIDIA's own unmodified device plugin registers with the kubelet and advertises all GPUs of the node.
 #[test]
 fn gpus_of_nvidias_device_plugin_are_withheld_until_it_ends() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -275,7 +274,7 @@ fn gpus_of_nvidias_device_plugin_are_withheld_until_it_ends() -> anyhow::Result<
     })
 }
 
-/// Waits until the GpuNode has exactly these GPUs withheld because of another provider.
+/// Waits until the GpuNode has exactly these GPUs withheld because of a competing driver.
 async fn withheld(case: &Case, what: &str, uuids: &[&str]) -> anyhow::Result<()> {
     let api: Api<GpuNode> = Api::all(case.client.clone());
     wait::for_one(api, case.node.name(), what, wait::USUAL, |node| {

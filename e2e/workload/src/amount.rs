@@ -34,7 +34,7 @@ impl FromStr for Amount {
 }
 
 impl fmt::Display for Amount {
-    /// With the largest unit that shows it exactly.
+    /// Writes it with the largest unit that shows it exactly.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (unit, suffix) = [(GI, "Gi"), (MI, "Mi"), (KI, "Ki")]
             .into_iter()

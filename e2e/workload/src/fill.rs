@@ -140,7 +140,7 @@ impl Fill {
                     if size == self.least {
                         return Ok((pieces, refused));
                     }
-                    // Whole multiples, so that no gaps are left.
+                    // Whole multiples leave no gaps.
                     let least = self.least.0;
                     size = Amount((size.0 / 2 / least * least).max(least));
                 }
@@ -165,7 +165,7 @@ fn write(piece: &mut Memory, seed: u64) -> anyhow::Result<()> {
 fn check(piece: &Memory, seed: u64) -> anyhow::Result<u64> {
     let len = piece.len().min(TOUCHED);
     let expected = pattern::bytes(seed, len);
-    // Where both ends overlap, the last write counts.
+    // Where both ends overlap, the last write is the content.
     let last = piece.read(piece.len() - len, len)?;
     let mut errors = pattern::differences(&expected, &last);
     if piece.len() >= 2 * len {

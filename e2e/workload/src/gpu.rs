@@ -1,7 +1,7 @@
 //! The driver API: a device with its primary context, and memory on it.
 //!
-//! cudarc's safe layer zeroes what it allocates, which would touch every byte of an 80 GB GPU. So
-//! memory is taken here by the calls below it; this module and `kernel` are the only ones with unsafe code.
+//! cudarc's safe layer zeroes memory that it allocates, which would touch every byte of an 80 GB GPU. So this module calls the layer
+//! below it. Only this module and `kernel` have unsafe code.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::amount::Amount;
 
-/// By which of the driver's calls memory is taken.
+/// The driver's call that allocates memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
@@ -33,16 +33,16 @@ pub struct Gpu {
     stream: Arc<CudaStream>,
 }
 
-/// Why memory was not given.
+/// Why an allocation failed.
 #[derive(Debug)]
 pub enum Refusal {
-    /// `CUDA_ERROR_OUT_OF_MEMORY`: there is none left.
+    /// `CUDA_ERROR_OUT_OF_MEMORY`: no memory is left.
     OutOfMemory,
-    /// Anything else is a failure.
+    /// Any other error.
     Other(DriverError),
 }
 
-/// How many devices there are. Names the driver's error where it does not start.
+/// The number of devices. If the driver does not start, the error names the driver's own error.
 pub fn count() -> anyhow::Result<usize> {
     // SAFETY: looks for the library by name and opens it; its initialisers are the driver's own.
     if !unsafe { sys::is_culib_present() } {
@@ -89,12 +89,12 @@ impl Gpu {
 
     /// `GPU-…`, as NVML and nvidia-smi print it.
     pub fn uuid(&self) -> anyhow::Result<String> {
-        let uuid = self
+        let raw = self
             .context
             .uuid()
             .map_err(named)
             .context("cuDeviceGetUuid")?;
-        let uuid = uuid::Uuid::from_bytes(uuid.bytes.map(i8::cast_unsigned));
+        let uuid = uuid::Uuid::from_bytes(raw.bytes.map(i8::cast_unsigned));
         Ok(format!("GPU-{uuid}"))
     }
 
@@ -137,7 +137,7 @@ impl Gpu {
         Ok((free as u64, total as u64))
     }
 
-    /// A stream beside the default one.
+    /// A stream other than the default one.
     pub fn new_stream(&self) -> anyhow::Result<Arc<CudaStream>> {
         let stream = self.context.new_stream();
         stream.map_err(named).context("cuStreamCreate")
@@ -149,7 +149,7 @@ impl Gpu {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => Refusal::OutOfMemory,
             _ => Refusal::Other(error),
         };
-        // No address space has room for it: the same answer as the driver's.
+        // No address space has room for it: the driver would give the same error.
         let Ok(len) = usize::try_from(amount.0) else {
             return Err(Refusal::OutOfMemory);
         };
@@ -172,14 +172,14 @@ impl Gpu {
             len,
             way,
         };
-        // An asynchronous allocation is known to stand when the stream has come past it.
+        // Whether an asynchronous allocation succeeded is known when the stream has executed it.
         self.context.synchronize().map_err(refused)?;
         Ok(memory)
     }
 }
 
 impl Refusal {
-    /// As an error of the program, where memory had to be given.
+    /// Converts it into an error of the program, where the allocation must succeed.
     pub fn into_error(self) -> anyhow::Error {
         match self {
             Self::OutOfMemory => anyhow::anyhow!("CUDA_ERROR_OUT_OF_MEMORY"),
@@ -188,7 +188,7 @@ impl Refusal {
     }
 }
 
-/// Memory on a device, given back when dropped.
+/// Memory on a device, freed when dropped.
 #[derive(Debug)]
 pub struct Memory {
     gpu: Gpu,
@@ -226,8 +226,8 @@ impl Memory {
     /// Copies the first `len` bytes of `from`, on the device.
     pub fn copy(&mut self, from: &Self, len: usize) -> anyhow::Result<()> {
         let (to, from) = (self.place(0, len)?, from.place(0, len)?);
-        // SAFETY: `place` has checked that both ranges lie within their allocations, of which
-        // there are two: `self` is borrowed alone.
+        // SAFETY: `place` has checked that both ranges lie within their allocations, and the allocations differ because `self` is
+        // borrowed mutably.
         unsafe { result::memcpy_dtod_sync(to, from, len) }
             .map_err(named)
             .context("cuMemcpyDtoD")
@@ -250,7 +250,7 @@ impl Memory {
         Ok(self.address + at as sys::CUdeviceptr)
     }
 
-    /// Gives it back and says whether the driver took it.
+    /// Frees it, and reports an error of the driver.
     pub fn free(mut self) -> anyhow::Result<()> {
         self.release().map_err(named).context("freeing memory")
     }

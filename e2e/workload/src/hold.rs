@@ -125,7 +125,7 @@ fn work(gpu: &Gpu, memory: &Memory, spots: &[usize]) -> u64 {
             }
         }
     }
-    // A share that is completely held has no room for more, which is not caused by a neighbour.
+    // A full share has no room for more, which no neighbour has caused.
     let room = gpu.memory().is_ok_and(|(free, _)| free >= WORK.0);
     if room && let Err(refusal) = gpu.take(WORK, Way::Device) {
         errors += 1;
@@ -137,8 +137,7 @@ fn work(gpu: &Gpu, memory: &Memory, spots: &[usize]) -> u64 {
     errors
 }
 
-/// Where the blocks lie: evenly spread, the first at the start, the last at the end; one block
-/// where there is no room for all.
+/// The offsets of the blocks: evenly spread, the first at the start, the last at the end; one block if there is no room for all.
 fn spots(len: usize) -> Vec<usize> {
     if len < BLOCK * BLOCKS {
         return vec![0];

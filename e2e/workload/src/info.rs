@@ -10,7 +10,7 @@ use crate::report::Report;
 
 /// A device as a CUDA program sees it.
 #[derive(Debug, Serialize)]
-struct Seen {
+struct DeviceInfo {
     device: usize,
     uuid: String,
     name: String,
@@ -22,7 +22,7 @@ struct Seen {
     multiprocessors: u32,
 }
 
-impl fmt::Display for Seen {
+impl fmt::Display for DeviceInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -40,7 +40,7 @@ impl fmt::Display for Seen {
 pub fn run(report: Report) -> anyhow::Result<()> {
     for gpu in Gpu::open_all(None)? {
         let (free, total) = gpu.memory()?;
-        let seen = Seen {
+        let seen = DeviceInfo {
             device: gpu.ordinal(),
             uuid: gpu.uuid()?,
             name: gpu.name()?,

@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use crate::gpu::{Gpu, named};
 
-/// By which of the driver's calls a kernel is launched.
+/// The driver's call that launches a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Launch {
@@ -31,7 +31,7 @@ pub enum Launch {
 /// Kernels in a graph.
 pub const GRAPH_NODES: u64 = 10;
 
-/// The kernel in one of its ways, ready to be launched.
+/// A kernel with a way to launch it.
 pub struct Kernel {
     stream: Arc<CudaStream>,
     launch: Launch,
@@ -68,7 +68,7 @@ fn illegal() -> Source {
 }
 
 impl Kernel {
-    /// A kernel of `time`, on a stream of its own.
+    /// A kernel that takes `time`, on its own stream.
     pub fn new(gpu: &Gpu, time: Duration, launch: Launch) -> anyhow::Result<Self> {
         Self::of(gpu, busy(time.as_nanos()), launch)
     }
@@ -90,8 +90,9 @@ impl Kernel {
         let function = unsafe {
             result::module::load_data(code.as_ptr().cast())
                 .and_then(|module| result::module::get_function(module, name))
-        };
-        let function = function.map_err(named).context("loading the kernel")?;
+        }
+        .map_err(named)
+        .context("loading the kernel")?;
         let mut kernel = Self {
             stream,
             launch,
@@ -166,7 +167,7 @@ impl Kernel {
         }
     }
 
-    /// A mark that is passed when everything launched before has run.
+    /// An event after everything that was launched before.
     pub fn mark(&self) -> anyhow::Result<CudaEvent> {
         let event = self.stream.record_event(None);
         event.map_err(named).context("cuEventRecord")

@@ -1,4 +1,4 @@
-//! Bytes that depend on a seed, so that those of another buffer are detected.
+//! Bytes that depend on a seed, so that bytes of another buffer are detected.
 
 /// `len` bytes that depend on every bit of `seed` and on their place.
 pub fn bytes(seed: u64, len: usize) -> Vec<u8> {

@@ -13,7 +13,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// As JSON, or as text.
+    /// JSON or text.
     pub const fn new(json: bool) -> Self {
         Self { json }
     }

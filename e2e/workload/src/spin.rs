@@ -40,7 +40,7 @@ struct Spun {
     seconds: f64,
     /// The time of the kernels that ran, in percent of the whole time.
     share: f64,
-    /// The median of this share in each full second; a moment in which the machine stood still does not change it.
+    /// The median of this share over full seconds, which a short stop of the machine does not change.
     median: f64,
 }
 
@@ -58,13 +58,13 @@ impl fmt::Display for Spun {
 #[derive(Debug, Default)]
 struct Seconds {
     from: Duration,
-    /// Kernels that had ended then.
+    /// Kernels that had ended by then.
     ended: u64,
     shares: Vec<f64>,
 }
 
 impl Seconds {
-    /// Notes that so many kernels have ended.
+    /// Adds a count of ended kernels.
     fn note(&mut self, kernel: Duration, elapsed: Duration, ended: u64) {
         let seconds = elapsed.saturating_sub(self.from);
         if seconds >= Duration::from_secs(1) {
@@ -73,7 +73,7 @@ impl Seconds {
         }
     }
 
-    /// `None` in less than a second.
+    /// The median; `None` if less than a second has passed.
     fn median(mut self) -> Option<f64> {
         self.shares.sort_by(f64::total_cmp);
         self.shares.get(self.shares.len() / 2).copied()

@@ -95,9 +95,11 @@ fn consumed(
         (Some(requested), None) => requested,
         (Some(requested), Some(policy)) => match (&policy.valid_range, &policy.valid_values) {
             (Some(range), _) => self::round_up(name, requested, range)?,
-            (None, Some(values)) => {
-                let values = values.iter().map(self::parse);
-                let values = values.collect::<Result<Vec<_>, _>>()?;
+            (None, Some(listed)) => {
+                let values = listed
+                    .iter()
+                    .map(self::parse)
+                    .collect::<Result<Vec<_>, _>>()?;
                 let fitting = values.into_iter().find(|value| requested <= *value);
                 fitting.unwrap_or(requested)
             }
@@ -144,7 +146,7 @@ fn round_up(
     })
 }
 
-/// The amount that a range counts with: whole numbers of a Go `int64`, because `DRAFractionalCapacityRange` is off by default.
+/// An amount as a range counts it: a whole number that fits in a Go `int64`, because `DRAFractionalCapacityRange` is off by default.
 fn whole(amount: Quantity) -> Option<u64> {
     let count = amount.to_count_rounded_up().ok()?;
     i64::try_from(count).ok().map(|_| count)
@@ -187,10 +189,12 @@ fn policy(capacity: &DeviceCapacity, amount: Quantity) -> Result<Policy, Problem
             return Ok(Policy::Forbids(most));
         }
     }
-    let values = policy.valid_values.as_deref();
-    if let Some(values) = values.filter(|it| !it.is_empty() && policy.valid_range.is_none()) {
-        let values = values.iter().map(self::parse);
-        let values = values.collect::<Result<Vec<_>, _>>()?;
+    let listed = policy.valid_values.as_deref();
+    if let Some(listed) = listed.filter(|it| !it.is_empty() && policy.valid_range.is_none()) {
+        let values = listed
+            .iter()
+            .map(self::parse)
+            .collect::<Result<Vec<_>, _>>()?;
         if !values.contains(&amount) {
             return Ok(Policy::Forbids(values.iter().max().copied()));
         }

@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{Device, DeviceAttribute, DeviceConstraint};
 pub(super) struct Constraint<'a> {
     kind: Kind,
     attribute: &'a str,
-    /// The requests that it is about; empty for all.
+    /// The requests that it applies to; empty for all.
     requests: &'a [String],
     added: Vec<&'a DeviceAttribute>,
 }
@@ -87,7 +87,7 @@ impl<'a> Constraint<'a> {
     }
 }
 
-/// An attribute by its full name. A name without a domain is of the driver's.
+/// An attribute by its full name. A name without a domain has the driver's domain.
 fn attribute<'a>(device: &'a Device, driver: &str, name: &str) -> Option<&'a DeviceAttribute> {
     let attributes = device.attributes.as_ref()?;
     attributes.get(name).or_else(|| {
@@ -96,7 +96,7 @@ fn attribute<'a>(device: &'a Device, driver: &str, name: &str) -> Option<&'a Dev
     })
 }
 
-/// Lists compare with nothing: an alpha feature.
+/// Lists never match: comparing them is an alpha feature.
 fn is_single(attribute: &DeviceAttribute) -> bool {
     attribute.string.is_some()
         || attribute.int.is_some()

@@ -1,4 +1,4 @@
-//! What claims hold: the scheduler's claim tracker.
+//! The devices that are allocated: the scheduler's claim tracker.
 
 use std::collections::HashMap;
 
@@ -13,29 +13,29 @@ pub(super) type DeviceKey<'a> = (&'a str, &'a str, &'a str);
 
 /// A claim's hold on a device.
 #[derive(Clone, Debug)]
-pub(super) struct Hold<'a> {
+pub(super) struct DeviceAllocation<'a> {
     pub claim: &'a ResourceClaim,
-    /// Of a share: what it takes of the capacities.
+    /// What a share takes of the capacities; empty for a whole device.
     pub consumed: Vec<(&'a str, Quantity)>,
 }
 
-/// All that is held of one device.
+/// All allocations of one device.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Held<'a> {
-    /// Holds on the whole device.
-    pub whole: Vec<Hold<'a>>,
-    /// Shares.
-    pub shares: Vec<Hold<'a>>,
+pub(super) struct DeviceAllocations<'a> {
+    /// Claims that have the whole device.
+    pub whole: Vec<DeviceAllocation<'a>>,
+    /// Claims that have a share.
+    pub shares: Vec<DeviceAllocation<'a>>,
 }
 
-/// What is held, by device.
+/// Allocations by device.
 #[derive(Debug, Default)]
-pub(super) struct Holdings<'a>(HashMap<DeviceKey<'a>, Held<'a>>);
+pub(super) struct Allocations<'a>(HashMap<DeviceKey<'a>, DeviceAllocations<'a>>);
 
-impl<'a> Holdings<'a> {
-    /// What the claims hold. Admin access holds nothing.
+impl<'a> Allocations<'a> {
+    /// The allocations of these claims. Admin access takes nothing.
     pub fn of(claims: &[&'a ResourceClaim]) -> Result<Self, Problem> {
-        let mut devices: HashMap<DeviceKey<'a>, Held<'a>> = HashMap::new();
+        let mut devices: HashMap<DeviceKey<'a>, DeviceAllocations<'a>> = HashMap::new();
         for claim in claims {
             for result in self::results(claim) {
                 if result.admin_access == Some(true) {
@@ -51,23 +51,23 @@ impl<'a> Holdings<'a> {
                     Some(_) => &mut held.shares,
                     None => &mut held.whole,
                 };
-                holds.push(Hold { claim, consumed });
+                holds.push(DeviceAllocation { claim, consumed });
             }
         }
         Ok(Self(devices))
     }
 
-    pub fn of_device(&self, key: DeviceKey<'a>) -> Option<&Held<'a>> {
+    pub fn of_device(&self, key: DeviceKey<'a>) -> Option<&DeviceAllocations<'a>> {
         self.0.get(&key)
     }
 }
 
-impl<'a> Held<'a> {
+impl<'a> DeviceAllocations<'a> {
     pub fn any(&self) -> bool {
         !self.whole.is_empty() || !self.shares.is_empty()
     }
 
-    pub fn all(&self) -> impl Iterator<Item = &Hold<'a>> {
+    pub fn all(&self) -> impl Iterator<Item = &DeviceAllocation<'a>> {
         self.whole.iter().chain(&self.shares)
     }
 
@@ -82,7 +82,7 @@ impl<'a> Held<'a> {
     }
 }
 
-impl Hold<'_> {
+impl DeviceAllocation<'_> {
     pub fn consumed(&self, name: &str) -> Option<Quantity> {
         let mut consumed = self.consumed.iter();
         consumed.find(|(own, _)| *own == name).map(|it| it.1)

@@ -1,8 +1,8 @@
-//! What kube-scheduler allocates for claims, and why it does not: the rules of the structured allocator of Kubernetes 1.37
-//! with the features that the release enables by default.
+//! What kube-scheduler allocates for claims, and why it allocates nothing: the rules of the structured allocator of
+//! Kubernetes 1.37 with the features that the release enables by default.
 //!
-//! `tests/rules` hold these rules to the scheduler's own code: the verdict and the devices are the same. What
-//! this model cannot decide is a [`Problem::Unjudged`], never a guess.
+//! `tests/rules` compares these rules with the scheduler's own code: the verdict and the devices are the same. Where
+//! this model cannot decide, it returns [`Problem::Unjudged`] and does not guess.
 //!
 //! ```text
 //!  slices, node ──► pool ───────┐
@@ -10,8 +10,8 @@
 //!  claims that wait ──► request ┘         └──► report ──► Obstacle of each device ──► release
 //! ```
 //!
-//! Not modelled, because the release disables them: list attributes in constraints, derived attributes, compatibility groups,
-//! resources of nodes by devices. The limit on the cost of a selector is not modelled either.
+//! Not modelled, because the release disables them: list attributes in constraints, derived attributes, compatibility groups
+//! and node resources of devices. The limit on the cost of a selector is not modelled either.
 #![forbid(unsafe_code)]
 #![warn(missing_docs)]
 
@@ -43,26 +43,26 @@ pub use verdict::{
     Verdict,
 };
 
-use held::Holdings;
+use held::Allocations;
 use pool::Pool;
 use search::{Search, Selections};
 
 /// What the allocator knows.
 #[derive(Clone, Copy, Debug)]
 pub struct Cluster<'a> {
-    /// All of the cluster, of all drivers; with the taints of DeviceTaintRules ([`add_taint_rules`]).
+    /// All slices of the cluster, of all drivers, with the taints of DeviceTaintRules ([`add_taint_rules`]).
     pub slices: &'a [ResourceSlice],
     /// All of them.
     pub classes: &'a [DeviceClass],
-    /// All of them; those that are allocated count.
+    /// All claims; the devices of those that are allocated are in use.
     pub claims: &'a [&'a ResourceClaim],
     /// Parsed selectors, kept between calls.
     pub selectors: &'a Selectors,
 }
 
 impl<'a> Cluster<'a> {
-    /// Whether a node has devices for claims that are not allocated, and which. The claims are those of one pod, in the order
-    /// of its `spec.resourceClaims`.
+    /// Whether a node has devices for claims that are not allocated, and which devices. The claims belong to one pod and are in the
+    /// order of its `spec.resourceClaims`.
     #[must_use]
     pub fn judge(&self, node: &Node, claims: &[&'a ResourceClaim]) -> Verdict {
         let judged = pool::gather(self.slices, node)
@@ -81,8 +81,8 @@ impl<'a> Cluster<'a> {
         self.report(node, claims).unwrap_or_else(failed)
     }
 
-    /// The fewest claims whose release makes the claims fit on a node, as far as a bounded search finds; `None` if no release of
-    /// fewer than `fewer_than` does. `report` is that of the node.
+    /// The smallest set of claims that a bounded search finds whose release makes the claims fit on a node; `None` if it finds none
+    /// with fewer than `fewer_than` claims. `report` is the node's report.
     #[must_use]
     pub fn releases(
         &self,
@@ -108,11 +108,10 @@ impl<'a> Cluster<'a> {
         claims: &[&'a ResourceClaim],
         released: &[&str],
     ) -> Result<Verdict, Problem> {
-        let kept = self.claims.iter().copied();
-        let kept = kept.filter(|claim| {
+        let kept = self.claims.iter().copied().filter(|claim| {
             released.is_empty() || !released.contains(&request::name(claim).as_str())
         });
-        let held = Holdings::of(&kept.collect::<Vec<_>>())?;
+        let held = Allocations::of(&kept.collect::<Vec<_>>())?;
         let wanted = self.wanted(claims)?;
         let mut search = Search::new(node, pools, &held, self.selectors, selections, wanted)?;
         if search.run()? {
@@ -126,7 +125,7 @@ impl<'a> Cluster<'a> {
         let pools = pool::gather(self.slices, node)?;
         let selections = Selections::default();
         let verdict = self.verdict(node, &pools, &selections, claims, &[]);
-        let held = Holdings::of(self.claims)?;
+        let held = Allocations::of(self.claims)?;
         let wanted = self.wanted(claims)?;
         let mut search = Search::new(node, &pools, &held, self.selectors, &selections, wanted)?;
         let requests = report::requests(&mut search, &pools, &held);
@@ -139,8 +138,10 @@ impl<'a> Cluster<'a> {
     }
 
     fn wanted(&self, claims: &[&'a ResourceClaim]) -> Result<Vec<request::Claim<'a>>, Problem> {
-        let named = self.classes.iter();
-        let named = named.filter_map(|class| Some((class.metadata.name.as_deref()?, class)));
+        let named = self
+            .classes
+            .iter()
+            .filter_map(|class| Some((class.metadata.name.as_deref()?, class)));
         let classes: BTreeMap<&'a str, &'a DeviceClass> = named.collect();
         let wanted = claims.iter().map(|claim| request::read(claim, &classes));
         wanted.collect()

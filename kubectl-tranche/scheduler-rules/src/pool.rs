@@ -21,7 +21,7 @@ pub(super) struct Pool<'a> {
 #[derive(Debug)]
 pub(super) enum Content<'a> {
     Ready(Ready<'a>),
-    /// Fewer slices than the driver says that there are.
+    /// There are fewer slices than the driver announces.
     Incomplete {
         seen: usize,
         expected: i64,
@@ -52,7 +52,7 @@ pub(super) fn gather<'a>(
     slices: &'a [ResourceSlice],
     node: &Node,
 ) -> Result<Vec<Pool<'a>>, Problem> {
-    // Of each pool, the slices of the newest generation that this node can use.
+    // For each pool, the slices of the newest generation that this node can use.
     let mut pools: BTreeMap<(&str, &str), Vec<&ResourceSlice>> = BTreeMap::new();
     for slice in slices {
         if self::has_groups(slice) || !self::is_for(slice, node) {
@@ -77,7 +77,7 @@ pub(super) fn gather<'a>(
             });
         }
     }
-    // Stable: by driver and name, those with binding conditions last.
+    // The sort is stable: pools stay in the order of driver and name, those with binding conditions come last.
     result.sort_by_key(Pool::binds);
     Ok(result)
 }
@@ -141,7 +141,7 @@ fn selected(
     }
 }
 
-/// `None` if the driver is replacing the slices by others, which are not for this node.
+/// `None` if the driver is replacing the slices with slices that are not for this node.
 fn content<'a>(
     slices: &'a [ResourceSlice],
     (driver, pool): (&str, &str),
@@ -161,10 +161,10 @@ fn content<'a>(
         if all.iter().any(|it| it.spec.pool.generation > generation) {
             return Ok(None);
         }
-        let current = all
+        let current: Vec<&ResourceSlice> = all
             .into_iter()
-            .filter(|it| it.spec.pool.generation == generation && !self::has_groups(it));
-        let current: Vec<&ResourceSlice> = current.collect();
+            .filter(|it| it.spec.pool.generation == generation && !self::has_groups(it))
+            .collect();
         if !complete(current.len()) {
             let seen = current.len();
             return Ok(Some(Content::Incomplete { seen, expected }));
@@ -221,8 +221,9 @@ fn build<'a>(
         let problem = format!("duplicate counter set name {name}");
         return Ok(Content::Invalid(problem));
     }
-    let elsewhere = elsewhere.iter().filter(without_counters);
     let elsewhere: Vec<&Device> = elsewhere
+        .iter()
+        .filter(without_counters)
         .flat_map(|slice| slice.spec.devices.iter().flatten())
         .collect();
     let all = devices

@@ -2,10 +2,10 @@
 
 use super::selector::Fault;
 
-/// Neither "fits" nor "does not fit".
+/// The claims neither fit nor do not fit.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Problem {
-    /// The scheduler stops with an error: the pod waits, whatever is free.
+    /// The scheduler stops with an error: the pod waits, even if devices are free.
     #[error("{0}")]
     Stops(String),
     /// The scheduler has a verdict, but this program has none.
@@ -26,7 +26,7 @@ impl Problem {
         Self::Unjudged(message.to_string())
     }
 
-    /// A selector's fault, with where the selector is.
+    /// A selector's fault, with the place of the selector.
     pub(super) fn of_selector(place: &str, fault: Fault) -> Self {
         match fault {
             Fault::Runtime(message) => {

@@ -1,4 +1,4 @@
-//! Whose release makes a pod fit.
+//! Finds claims whose release makes a pod fit.
 
 use std::collections::BTreeSet;
 
@@ -6,10 +6,11 @@ use super::verdict::{Obstacle, Release, Report, Verdict};
 
 /// How many sets of claims are tried for one node.
 const MOST_TRIES: usize = 2_000;
-/// The largest set that is tried before all holders of one GPU are.
+/// The largest set that is tried before the set of all holders of one GPU.
 const MOST_CLAIMS: usize = 3;
 
-/// Tries sets of fewer holders than `fewer_than`: the smallest first, then all that are in the way of one device, then all of the node.
+/// Tries sets of fewer holders than `fewer_than`: small sets first, then all holders that block one device, then all holders on
+/// the node.
 pub(super) fn find(
     report: &Report,
     fewer_than: usize,
@@ -18,15 +19,15 @@ pub(super) fn find(
     if report.verdict != Verdict::DoesNotFit {
         return None;
     }
-    // The holders that are in the way of one device.
+    // Each group is the holders that block one device.
     let mut groups: BTreeSet<BTreeSet<&str>> = BTreeSet::new();
     for device in report.requests.iter().flat_map(|request| &request.devices) {
         let holders = device.obstacle.iter().flat_map(Obstacle::holders);
         groups.insert(holders.map(|holder| holder.claim.as_str()).collect());
     }
     groups.remove(&BTreeSet::new());
-    let all: BTreeSet<&str> = groups.iter().flatten().copied().collect();
-    let all: Vec<&str> = all.into_iter().collect();
+    let distinct: BTreeSet<&str> = groups.iter().flatten().copied().collect();
+    let all: Vec<&str> = distinct.into_iter().collect();
 
     let mut tries = MOST_TRIES;
     let mut try_set = |set: &[&str]| {
@@ -68,7 +69,7 @@ pub(super) fn find(
     let mut set = larger
         .into_iter()
         .find(|set| set.len() > proven && fits(set))?;
-    // Without those that need not be released.
+    // Remove the claims that need not be released.
     let mut index = 0;
     while index < set.len() {
         let mut without = set.clone();

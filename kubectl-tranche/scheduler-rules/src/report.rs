@@ -1,11 +1,11 @@
-//! The reasons: every device of a node, seen from every request.
+//! The reasons: for each request, why it does not get each device of a node.
 
 use super::capacity::Shortage;
-use super::held::{Held, Holdings};
+use super::held::{Allocations, DeviceAllocations};
 use super::pool::{Content, Pool};
 use super::problem::Problem;
 use super::request::{self, Number};
-use super::search::{self, Blocked, Place, Search, Selecting};
+use super::search::{self, Blocked, DevicePosition, Search, Selecting};
 use super::verdict::{DeviceId, DeviceReport, Holder, Obstacle, PoolProblem, RequestReport};
 
 pub(super) fn pool_problems(pools: &[Pool<'_>]) -> Vec<PoolProblem> {
@@ -29,7 +29,7 @@ pub(super) fn pool_problems(pools: &[Pool<'_>]) -> Vec<PoolProblem> {
 pub(super) fn requests<'a>(
     search: &mut Search<'a, '_>,
     pools: &[Pool<'a>],
-    held: &Holdings<'a>,
+    held: &Allocations<'a>,
 ) -> Result<Vec<RequestReport>, Problem> {
     let mut reports = Vec::new();
     for claim in 0..search.claims.len() {
@@ -68,7 +68,7 @@ pub(super) fn requests<'a>(
     Ok(reports)
 }
 
-pub(super) fn id(pools: &[Pool<'_>], search: &Search<'_, '_>, place: Place) -> DeviceId {
+pub(super) fn id(pools: &[Pool<'_>], search: &Search<'_, '_>, place: DevicePosition) -> DeviceId {
     let pool = &pools[place.pool];
     DeviceId {
         driver: pool.driver.to_owned(),
@@ -81,8 +81,8 @@ fn obstacle<'a>(
     blocked: Blocked<'a>,
     search: &Search<'a, '_>,
     pools: &[Pool<'a>],
-    held: &Holdings<'a>,
-    (claim, place): (usize, Place),
+    held: &Allocations<'a>,
+    (claim, place): (usize, DevicePosition),
 ) -> Result<Obstacle, Problem> {
     let pool = &pools[place.pool];
     let device = search.device(place);
@@ -147,26 +147,26 @@ fn obstacle<'a>(
 }
 
 fn holders(
-    held: &Held<'_>,
+    held: &DeviceAllocations<'_>,
     device: &str,
-    amount: impl Fn(&super::held::Hold<'_>) -> Option<tranche_api::Quantity>,
+    amount: impl Fn(&super::held::DeviceAllocation<'_>) -> Option<tranche_api::Quantity>,
 ) -> Vec<Holder> {
     let holders = held.all().map(|hold| Holder {
         claim: request::name(hold.claim),
         device: device.to_owned(),
         amount: amount(hold),
     });
-    // Who takes nothing is not in the way.
+    // A holder that takes nothing blocks nothing.
     let zero = |holder: &Holder| holder.amount.is_some_and(|amount| !amount.is_positive());
     let mut holders: Vec<Holder> = holders.filter(|holder| !zero(holder)).collect();
     holders.sort();
     holders
 }
 
-/// Who has devices that take a counter.
+/// The holders of devices that take a counter.
 fn takers<'a>(
     pool: &Pool<'a>,
-    held: &Holdings<'a>,
+    held: &Allocations<'a>,
     set: &str,
     counter: &str,
 ) -> Result<Vec<Holder>, Problem> {

@@ -22,7 +22,7 @@ pub(super) struct Claim<'a> {
 
 #[derive(Debug)]
 pub(super) struct Request<'a> {
-    /// One of `exactly`, at least one of `firstAvailable`; the wanted first.
+    /// The one of `exactly`, or those of `firstAvailable`, in their order.
     pub asks: Vec<Ask<'a>>,
     pub is_choice: bool,
 }
@@ -64,7 +64,7 @@ pub(super) fn name(claim: &ResourceClaim) -> String {
     format!("{namespace}/{name}")
 }
 
-/// The fields that `exactly` and an alternative have both.
+/// The fields that `exactly` and an alternative have in common.
 struct Fields<'a> {
     alternative: Option<&'a str>,
     class: &'a str,
@@ -185,8 +185,9 @@ fn ask<'a>(
         Some("All") => Number::All,
         None | Some("" | "ExactCount") => {
             let count = fields.count.filter(|count| *count != 0).unwrap_or(1);
-            let count = usize::try_from(count);
-            Number::Exactly(count.map_err(|_| Problem::stops(format!("{place}: the count")))?)
+            let number = usize::try_from(count)
+                .map_err(|_| Problem::stops(format!("{place}: the count")))?;
+            Number::Exactly(number)
         }
         Some(mode) => {
             let message = format!("{place}: unsupported count mode {mode}");

@@ -1,5 +1,5 @@
-//! The search for devices: `allocator_incubating.go` of Kubernetes' allocator, step by step, because the order decides which
-//! devices are allocated, and what is forgotten on the way back decides what fits.
+//! The search for devices: it repeats the steps of `allocator_incubating.go` of Kubernetes' allocator, because their order decides
+//! which devices are allocated, and what the allocator forgets when it backtracks decides what fits.
 
 use std::cell::{OnceCell, RefCell};
 use std::collections::{BTreeMap, HashMap};
@@ -9,7 +9,7 @@ use k8s_openapi::api::resource::v1::{Device, DeviceSelector, DeviceTaint};
 use tranche_api::Quantity;
 
 use super::capacity::{self, Amounts, Shortage};
-use super::held::{Held, Holdings};
+use super::held::{Allocations, DeviceAllocations};
 use super::pool::{self, Content, Pool, PoolDevice};
 use super::problem::Problem;
 use super::request::{Ask, Claim, Number};
@@ -21,9 +21,9 @@ const MOST_RESULTS: usize = 32;
 /// The scheduler gives up after 10 seconds for a node; this many steps take about as long.
 const MOST_STEPS: usize = 300_000;
 
-/// A device: the numbers of its pool, and of it in the pool.
+/// A device: the index of its pool, and its index in the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) struct Place {
+pub(super) struct DevicePosition {
     pub pool: usize,
     pub device: usize,
 }
@@ -31,17 +31,17 @@ pub(super) struct Place {
 /// A device that is being allocated.
 #[derive(Clone, Debug)]
 pub(super) struct Chosen<'a> {
-    pub place: Place,
+    pub place: DevicePosition,
     pub request: usize,
     pub alternative: usize,
-    /// Of a share: what it takes.
+    /// What a share takes; `None` for a whole device.
     pub consumed: Option<Amounts<'a>>,
 }
 
 /// Why a device is not allocated for a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Blocked<'a> {
-    /// A claim has all of it.
+    /// A claim has the whole device.
     InUse,
     /// A selector is false.
     NotSelected {
@@ -62,7 +62,7 @@ pub(super) enum Blocked<'a> {
     Constraint(usize),
 }
 
-/// Whose selector it is.
+/// Whether a selector is the class's or the request's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Selecting {
     Class,
@@ -101,7 +101,7 @@ struct Sharing<'a> {
 /// What one allocation changed.
 struct Undo<'a> {
     at: At,
-    place: Place,
+    place: DevicePosition,
     counters: bool,
     constraints: usize,
     marked: bool,
@@ -109,9 +109,9 @@ struct Undo<'a> {
     recorded: bool,
 }
 
-/// What selectors say of the devices, by claim, request, alternative and device: it does not depend on what is held.
+/// The results of selectors, by claim, request, alternative and device. They do not depend on what is allocated.
 pub(super) type Selections<'a> =
-    RefCell<HashMap<(usize, usize, usize, Place), Option<Blocked<'a>>>>;
+    RefCell<HashMap<(usize, usize, usize, DevicePosition), Option<Blocked<'a>>>>;
 
 type Counter<'a> = (usize, &'a str, &'a str);
 
@@ -119,19 +119,19 @@ type Counter<'a> = (usize, &'a str, &'a str);
 pub(super) struct Search<'a, 'b> {
     node: &'b Node,
     pools: &'b [Pool<'a>],
-    held: &'b Holdings<'a>,
+    held: &'b Allocations<'a>,
     selectors: &'b Selectors,
-    /// Counters that are left, before this search.
+    /// Counters that were left before this search.
     free: Vec<BTreeMap<(&'a str, &'a str), Quantity>>,
     devices: Vec<&'b [PoolDevice<'a>]>,
     subjects: Vec<Vec<OnceCell<Subject>>>,
     selections: &'b Selections<'a>,
-    /// For each claim, request and alternative with `All`: the devices.
-    all: HashMap<(usize, usize, usize), Vec<Place>>,
+    /// The devices of each claim, request and alternative with `All`.
+    all: HashMap<(usize, usize, usize), Vec<DevicePosition>>,
     pub claims: Vec<Claim<'a>>,
     pub chosen: Vec<Vec<Chosen<'a>>>,
-    marked: HashMap<Place, Vec<usize>>,
-    sharing: HashMap<Place, Sharing<'a>>,
+    marked: HashMap<DevicePosition, Vec<usize>>,
+    sharing: HashMap<DevicePosition, Sharing<'a>>,
     counters: HashMap<Counter<'a>, Quantity>,
     steps: usize,
 }
@@ -140,22 +140,23 @@ impl<'a, 'b> Search<'a, 'b> {
     pub fn new(
         node: &'b Node,
         pools: &'b [Pool<'a>],
-        held: &'b Holdings<'a>,
+        held: &'b Allocations<'a>,
         selectors: &'b Selectors,
         selections: &'b Selections<'a>,
         claims: Vec<Claim<'a>>,
     ) -> Result<Self, Problem> {
         let free = pools.iter().map(|pool| self::free_counters(pool, held));
-        let devices = pools.iter().map(|pool| match &pool.content {
-            Content::Ready(ready) => &*ready.devices,
-            // No device of it is allocated.
-            Content::Incomplete { .. } | Content::Invalid(_) => &[],
-        });
-        let devices: Vec<&[PoolDevice<'a>]> = devices.collect();
-        let subjects = devices.iter().map(|devices| {
-            let devices = devices.iter();
-            devices.map(|_| OnceCell::new()).collect()
-        });
+        let devices: Vec<&[PoolDevice<'a>]> = pools
+            .iter()
+            .map(|pool| match &pool.content {
+                Content::Ready(ready) => &*ready.devices,
+                // Devices of such pools are not allocated.
+                Content::Incomplete { .. } | Content::Invalid(_) => &[],
+            })
+            .collect();
+        let subjects = devices
+            .iter()
+            .map(|devices| devices.iter().map(|_| OnceCell::new()).collect());
         Ok(Self {
             node,
             pools,
@@ -175,18 +176,18 @@ impl<'a, 'b> Search<'a, 'b> {
         })
     }
 
-    /// Whether there are devices for all claims; they are in `chosen` then.
+    /// Whether there are devices for all claims; if so, they are in `chosen`.
     pub fn run(&mut self) -> Result<bool, Problem> {
         self.prepare()?;
-        match self.one(At::default(), false, Place { pool: 0, device: 0 }) {
+        match self.one(At::default(), false, DevicePosition { pool: 0, device: 0 }) {
             Ok(done) => Ok(done),
-            // No choice of alternatives has few enough devices. The scheduler reports it as an error of the filter.
+            // Every choice of alternatives has too many devices. The scheduler reports this as an error of the filter.
             Err(Stop::TooMany) => Err(Problem::stops("allocation max size exceeded")),
             Err(Stop::Problem(problem)) => Err(problem),
         }
     }
 
-    /// Finds the devices of requests for all, and refuses claims with too many devices.
+    /// Finds the devices of requests with `All`, and refuses claims with too many devices.
     fn prepare(&mut self) -> Result<(), Problem> {
         for claim in 0..self.claims.len() {
             let mut least = 0_usize;
@@ -223,7 +224,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(())
     }
 
-    fn all_devices(&mut self, at: At) -> Result<Vec<Place>, Problem> {
+    fn all_devices(&mut self, at: At) -> Result<Vec<DevicePosition>, Problem> {
         let mut all = Vec::new();
         for pool in 0..self.pools.len() {
             let Pool {
@@ -245,7 +246,7 @@ impl<'a, 'b> Search<'a, 'b> {
                 return Err(Problem::Stops(message));
             }
             for device in 0..self.devices[pool].len() {
-                let place = Place { pool, device };
+                let place = DevicePosition { pool, device };
                 if self.selection(at, place)?.is_some() {
                     continue;
                 }
@@ -263,31 +264,32 @@ impl<'a, 'b> Search<'a, 'b> {
         &self.claims[at.claim].requests[at.request].asks[at.alternative]
     }
 
-    pub fn device(&self, place: Place) -> &'a Device {
+    pub fn device(&self, place: DevicePosition) -> &'a Device {
         self.devices[place.pool][place.device].device
     }
 
     /// The devices that may be allocated.
-    pub fn places(&self) -> impl Iterator<Item = Place> + use<> {
+    pub fn places(&self) -> impl Iterator<Item = DevicePosition> + use<> {
         let counts: Vec<usize> = self.devices.iter().map(|it| it.len()).collect();
         let pools = counts.into_iter().enumerate();
-        pools.flat_map(|(pool, count)| (0..count).map(move |device| Place { pool, device }))
+        pools
+            .flat_map(|(pool, count)| (0..count).map(move |device| DevicePosition { pool, device }))
     }
 
-    fn held(&self, place: Place) -> Option<&'b Held<'a>> {
+    fn held(&self, place: DevicePosition) -> Option<&'b DeviceAllocations<'a>> {
         let pool = &self.pools[place.pool];
         let device = self.device(place);
         self.held.of_device((pool.driver, pool.name, &device.name))
     }
 
     /// `allocateOne`.
-    fn one(&mut self, at: At, in_alternative: bool, start: Place) -> Result<bool, Stop> {
+    fn one(&mut self, at: At, in_alternative: bool, start: DevicePosition) -> Result<bool, Stop> {
         self.steps += 1;
         if self.steps > MOST_STEPS {
             let message = format!("there are more than {MOST_STEPS} combinations of devices");
             return Err(Problem::Unjudged(message).into());
         }
-        let first = Place { pool: 0, device: 0 };
+        let first = DevicePosition { pool: 0, device: 0 };
         let Some(claim) = self.claims.get(at.claim) else {
             return Ok(true);
         };
@@ -353,14 +355,14 @@ impl<'a, 'b> Search<'a, 'b> {
         for pool in start.pool..self.pools.len() {
             let begin = if pool == start.pool { start.device } else { 0 };
             for device in begin..self.devices[pool].len() {
-                let place = Place { pool, device };
+                let place = DevicePosition { pool, device };
                 if self.unsuitable(at, place)?.is_some() {
                     continue;
                 }
                 let Ok(undo) = self.allocate(at, place, false)? else {
                     continue;
                 };
-                let after = Place {
+                let after = DevicePosition {
                     pool,
                     device: device + 1,
                 };
@@ -376,13 +378,17 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(false)
     }
 
-    fn all_of(&self, at: At) -> &[Place] {
+    fn all_of(&self, at: At) -> &[DevicePosition] {
         let key = (at.claim, at.request, at.alternative);
         self.all.get(&key).map(Vec::as_slice).unwrap_or_default()
     }
 
-    /// Why a device is none for a request, by itself and with what was chosen before: the checks of the search's loop.
-    fn unsuitable(&mut self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    /// Why a request cannot get a device, by the device itself and by what was chosen before: the checks of the search's loop.
+    fn unsuitable(
+        &mut self,
+        at: At,
+        place: DevicePosition,
+    ) -> Result<Option<Blocked<'a>>, Problem> {
         let admin = self.ask(at).admin;
         let mine = |claims: &Vec<usize>| claims.contains(&at.claim);
         if admin && self.marked.get(&place).is_some_and(mine) || !admin && self.in_use(place) {
@@ -395,7 +401,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(taken.err().map(Blocked::Capacity))
     }
 
-    fn in_use(&self, place: Place) -> bool {
+    fn in_use(&self, place: DevicePosition) -> bool {
         self.held(place).is_some_and(|held| !held.whole.is_empty())
             || self
                 .marked
@@ -404,7 +410,7 @@ impl<'a, 'b> Search<'a, 'b> {
     }
 
     /// `isSelectable`.
-    fn selection(&self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn selection(&self, at: At, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
         let key = (at.claim, at.request, at.alternative, place);
         if let Some(known) = self.selections.borrow().get(&key) {
             return Ok(*known);
@@ -414,14 +420,15 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(blocked)
     }
 
-    fn select(&self, at: At, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn select(&self, at: At, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
         let ask = self.ask(at);
         let class = ask.class.spec.as_ref();
-        let class = class.and_then(|spec| spec.selectors.as_deref());
-        let class: &'a [DeviceSelector] = class.unwrap_or_default();
-        let class = class.iter().map(|it| (Selecting::Class, it));
-        let request = ask.selectors.iter().map(|it| (Selecting::Request, it));
-        for (by, selector) in class.chain(request) {
+        let selectors: &'a [DeviceSelector] = class
+            .and_then(|spec| spec.selectors.as_deref())
+            .unwrap_or_default();
+        let of_class = selectors.iter().map(|it| (Selecting::Class, it));
+        let of_request = ask.selectors.iter().map(|it| (Selecting::Request, it));
+        for (by, selector) in of_class.chain(of_request) {
             let place_name = || match by {
                 Selecting::Class => {
                     format!(
@@ -463,13 +470,17 @@ impl<'a, 'b> Search<'a, 'b> {
     }
 
     /// What the request takes of the device's capacities.
-    fn take(&self, at: At, place: Place) -> Result<Result<Amounts<'a>, Shortage<'a>>, Problem> {
+    fn take(
+        &self,
+        at: At,
+        place: DevicePosition,
+    ) -> Result<Result<Amounts<'a>, Shortage<'a>>, Problem> {
         let held = self.held(place);
         let sharing = self.sharing.get(&place);
         let used = |name: &str| {
-            let held = held.map_or(Ok(Quantity::ZERO), |held| held.consumed(name))?;
+            let old = held.map_or(Ok(Quantity::ZERO), |held| held.consumed(name))?;
             let new = sharing.and_then(|it| it.consumed.get(name)).copied();
-            held.checked_add(new.unwrap_or_default())
+            old.checked_add(new.unwrap_or_default())
                 .map_err(Problem::unjudged)
         };
         capacity::take(self.device(place), &self.ask(at).capacity, used)
@@ -479,7 +490,7 @@ impl<'a, 'b> Search<'a, 'b> {
     fn allocate(
         &mut self,
         at: At,
-        place: Place,
+        place: DevicePosition,
         must: bool,
     ) -> Result<Result<Undo<'a>, Blocked<'a>>, Problem> {
         let device = self.device(place);
@@ -565,7 +576,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(Ok(undo))
     }
 
-    /// Takes back what an allocation changed. The last allocation of the claim is the one that is taken back.
+    /// Takes back what an allocation changed. It must be the claim's last allocation.
     fn undo(&mut self, undo: Undo<'a>) -> Result<(), Problem> {
         let (at, place) = (undo.at, undo.place);
         if undo.recorded {
@@ -595,12 +606,15 @@ impl<'a, 'b> Search<'a, 'b> {
     }
 
     /// `checkAvailableCounters`: none of the pool's counters may be overdrawn, not even one that the device does not take.
-    fn take_counters(&mut self, place: Place) -> Result<Option<Blocked<'a>>, Problem> {
+    fn take_counters(&mut self, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
         self.add_counters(place, false)?;
         let mut blocked = None;
         for ((set, counter), free) in &self.free[place.pool] {
-            let taken = self.counters.get(&(place.pool, set, counter)).copied();
-            let taken = taken.unwrap_or_default();
+            let taken = self
+                .counters
+                .get(&(place.pool, set, counter))
+                .copied()
+                .unwrap_or_default();
             if *free < taken {
                 let wanted = self::consumption(self.device(place), set, counter)?;
                 let others = taken.checked_sub(wanted).map_err(Problem::unjudged)?;
@@ -620,7 +634,7 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(blocked)
     }
 
-    fn add_counters(&mut self, place: Place, back: bool) -> Result<(), Problem> {
+    fn add_counters(&mut self, place: DevicePosition, back: bool) -> Result<(), Problem> {
         let device = self.device(place);
         for consumption in device.consumes_counters.iter().flatten() {
             for (name, counter) in &consumption.counters {
@@ -638,13 +652,13 @@ impl<'a, 'b> Search<'a, 'b> {
         Ok(())
     }
 
-    /// Why the request does not get a device while nothing else is being allocated; `None` if it would.
+    /// Why the request does not get a device even when nothing else is being allocated; `None` if it gets it.
     pub fn alone(
         &mut self,
         claim: usize,
         request: usize,
         alternative: usize,
-        place: Place,
+        place: DevicePosition,
     ) -> Result<Option<Blocked<'a>>, Problem> {
         let at = At {
             claim,
@@ -673,10 +687,10 @@ pub(super) fn consumption(device: &Device, set: &str, counter: &str) -> Result<Q
     amount.map_or(Ok(Quantity::ZERO), |it| capacity::parse(&it.value))
 }
 
-/// The counters of a pool without what allocated devices take; below zero if they take too much.
+/// The counters of a pool minus what allocated devices take; below zero if they take too much.
 fn free_counters<'a>(
     pool: &Pool<'a>,
-    held: &Holdings<'a>,
+    held: &Allocations<'a>,
 ) -> Result<BTreeMap<(&'a str, &'a str), Quantity>, Problem> {
     let mut free = BTreeMap::new();
     let Content::Ready(ready) = &pool.content else {
@@ -690,7 +704,7 @@ fn free_counters<'a>(
     let devices = ready.devices.iter().map(|it| it.device);
     for device in devices.chain(ready.elsewhere.iter().copied()) {
         let held = held.of_device((pool.driver, pool.name, &device.name));
-        if !held.is_some_and(Held::any) {
+        if !held.is_some_and(DeviceAllocations::any) {
             continue;
         }
         for consumption in device.consumes_counters.iter().flatten() {

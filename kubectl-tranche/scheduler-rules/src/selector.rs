@@ -9,7 +9,7 @@
 //! ```
 //!
 //! The crate `kube-cel` has these functions, too. It needs an older `cel`, which does not accept an error on the left of `||`, and its
-//! quantities wrap around where ours are refused. What is not known here ends as [`Fault::Unjudged`], never as an answer.
+//! quantities overflow silently where ours are refused. A function that is not known here gives [`Fault::Unjudged`].
 
 mod device;
 mod extra;
@@ -26,13 +26,13 @@ use cel::common::value::Val;
 use cel::{Context, DeclarationError, Env, ExecutionError, IdedExpr, Value, extensions};
 use k8s_openapi::api::resource::v1::Device;
 
-/// Why a selector has no answer.
+/// Why a selector has no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// The scheduler fails in the same way, and allocates nothing.
     #[error("{0}")]
     Runtime(String),
-    /// The scheduler may have an answer, but this program has none.
+    /// The scheduler may have a result, but this program has none.
     #[error("{0}")]
     Unjudged(String),
 }
@@ -73,7 +73,7 @@ fn language() -> Result<Env, DeclarationError> {
 pub struct Subject(CelMap<'static>);
 
 impl Subject {
-    /// The variable `device`. Fails as the scheduler does if an attribute has no value or a version that is none.
+    /// The variable `device`. Fails as the scheduler does if an attribute has no value or an invalid version.
     pub fn new(driver: &str, device: &Device) -> Result<Self, Fault> {
         device::variable(driver, device).map(Self)
     }
@@ -82,12 +82,12 @@ impl Subject {
 impl Selectors {
     /// Whether a selector accepts a device.
     pub fn accept(&self, expression: &str, subject: &Subject) -> Result<bool, Fault> {
-        let parsed = self.parsed(expression);
-        let parsed = parsed.as_ref().as_ref().map_err(Clone::clone)?;
+        let result = self.parsed(expression);
+        let parsed = result.as_ref().as_ref().map_err(Clone::clone)?;
         let mut scope = self.context.new_inner_scope();
         scope.add_variable_as_val("device", subject.0.clone_as_boxed());
-        let result = Value::resolve_val(parsed, &scope);
-        match result {
+        let outcome = Value::resolve_val(parsed, &scope);
+        match outcome {
             Ok(value) => match value.downcast_ref::<CelBool>() {
                 Some(accepted) => Ok(*accepted.inner()),
                 None => Err(Fault::Runtime(format!(
@@ -103,19 +103,19 @@ impl Selectors {
         if let Some(known) = self.parsed.borrow().get(expression) {
             return Rc::clone(known);
         }
-        // The API server has accepted the expression, so it is the parser here that does not know something.
+        // The API server has accepted the expression, so this parser lacks something.
         let parser = self.env.parser().enable_ident_escape_syntax(true);
-        let parsed = parser
+        let result = parser
             .parse(expression)
             .map_err(|error| Fault::Unjudged(format!("the selector {expression:?}: {error}")));
-        let parsed = Rc::new(parsed);
+        let parsed = Rc::new(result);
         let known = &mut *self.parsed.borrow_mut();
         known.insert(expression.to_owned(), Rc::clone(&parsed));
         parsed
     }
 }
 
-/// The first term of `&&` and `||` that cannot be judged: it might have decided, whatever the other terms are.
+/// The first term of `&&` and `||` that cannot be judged: it might decide the result, whatever the other terms are.
 fn unknown_term(expression: &IdedExpr, scope: &Context<'_, '_>) -> Option<Fault> {
     let Expr::Call(call) = &expression.expr else {
         return None;
@@ -130,7 +130,7 @@ fn unknown_term(expression: &IdedExpr, scope: &Context<'_, '_>) -> Option<Fault>
     })
 }
 
-/// An error of the evaluation: the scheduler's, too, unless it is of something that is not known here.
+/// An error of the evaluation. The scheduler has the same error, unless the expression uses something that is not known here.
 fn fault(error: &ExecutionError) -> Fault {
     let is_known = match error {
         ExecutionError::UndeclaredReference(_)
@@ -138,11 +138,11 @@ fn fault(error: &ExecutionError) -> Fault {
         | ExecutionError::NotSupportedAsMethod { .. }
         | ExecutionError::MissingArgumentOrTarget
         | ExecutionError::InternalError(_) => false,
-        // An operator has no letter at the beginning. A function may be of a type that is not known here.
+        // The name of an operator does not begin with a letter. A function may belong to a type that is not known here.
         ExecutionError::NoSuchOverload(call) => !call
             .function()
             .starts_with(|first: char| first.is_alphabetic()),
-        // Go's regular expressions have forms that Rust's have not.
+        // Go's regular expressions have forms that Rust's do not have.
         ExecutionError::FunctionError { function, .. } => {
             ![functions::UNJUDGED, "matches"].contains(&function.as_str())
         }

@@ -1,10 +1,10 @@
-//! Taints of devices: which rules add some, and what tolerates them.
+//! Taints of devices: rules add them, requests tolerate them.
 
 use k8s_openapi::api::resource::v1::{
     Device, DeviceTaint, DeviceTaintRule, DeviceToleration, ResourceSlice,
 };
 
-/// The taints of the rules that select a device, after its own.
+/// Adds to each device the taints of the rules that select it, after its own taints.
 pub fn add_rules(rules: &[DeviceTaintRule], slices: &mut [ResourceSlice]) {
     for slice in slices {
         let (driver, pool) = (&slice.spec.driver, &slice.spec.pool.name);
@@ -29,7 +29,7 @@ pub fn add_rules(rules: &[DeviceTaintRule], slices: &mut [ResourceSlice]) {
     }
 }
 
-/// The first taint that keeps a request off a device.
+/// The first taint of a device that the request does not tolerate.
 pub(super) fn untolerated<'a>(
     device: &'a Device,
     tolerations: &[DeviceToleration],

@@ -122,7 +122,7 @@ impl World {
             selectors: &self.selectors,
         };
         let node = node();
-        // The lifetimes of a cluster and of what is asked of it are the same.
+        // The cluster and the claims that it judges have the same lifetime.
         let claim = [claim];
         let report = cluster.explain(&node, &claim);
         let release = cluster.releases(&node, &claim, &report, usize::MAX);
@@ -180,7 +180,7 @@ fn each_device_has_its_reason_with_numbers() {
         "{taint:?}"
     );
     assert!(obstacle(&report, "gpu-1").is_another_kind());
-    // One of them is not enough: 78 - 40 = 38.
+    // The release of one is not enough: 78 - 40 = 38.
     let release = release.unwrap();
     assert_eq!(
         (release.claims, release.smallest),
@@ -218,7 +218,7 @@ fn another_tier_of_the_same_gpu_is_named_with_its_holders() {
         matches!(in_use, Obstacle::InUse { holders } if holders[0].claim == "team-a/z"),
         "{in_use:?}"
     );
-    // The one on the second GPU is fewer than the two on the first.
+    // One claim on the second GPU is fewer than two on the first.
     assert_eq!(release.unwrap().claims, ["team-a/z"]);
 }
 
@@ -242,7 +242,7 @@ fn a_large_set_is_found_and_said_to_be_no_proof() {
     let holders = ["a", "b", "c", "d"].map(|name| has(name, "gpu-1-capped", Some("1Gi")));
     let mut world = World::with(holders.to_vec());
     world.held.push(has("z", "gpu-2", None));
-    // The second GPU cannot be freed by a release: its device is tainted, too.
+    // A release cannot free the second GPU: its device is tainted, too.
     let rule: DeviceTaintRule = serde_json::from_value(json!({"spec": {
         "deviceSelector": {"device": "gpu-2"},
         "taint": {"key": "repair", "effect": "NoExecute"},

@@ -1,4 +1,4 @@
-//! What is said about claims on a node.
+//! The verdict about claims on a node, and its reasons.
 
 use std::collections::BTreeMap;
 
@@ -46,7 +46,7 @@ pub struct DeviceId {
     pub device: String,
 }
 
-/// A node, seen from the claims of a pod.
+/// What a node has for the claims of a pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Whether the claims fit.
@@ -69,7 +69,7 @@ pub struct PoolProblem {
     pub why: String,
 }
 
-/// A request, or an alternative of one, on a node.
+/// What a node has for a request or an alternative.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RequestReport {
@@ -81,20 +81,20 @@ pub struct RequestReport {
     pub class: String,
     /// How many devices; `None` for all.
     pub count: Option<usize>,
-    /// What it asks of the capacities.
+    /// The requested amounts of capacities.
     pub asks: BTreeMap<String, Quantity>,
     /// The node's devices in the order in which they are tried.
     pub devices: Vec<DeviceReport>,
 }
 
-/// A device, seen from a request.
+/// Whether a request can get a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct DeviceReport {
     /// The device.
     #[serde(flatten)]
     pub device: DeviceId,
-    /// Why the request does not get it; `None` if it would, were it the pod's only request.
+    /// Why the request does not get it; `None` if it would get it as the pod's only request.
     pub obstacle: Option<Obstacle>,
 }
 
@@ -137,7 +137,7 @@ pub enum Obstacle {
         /// The most that is allowed.
         most: Option<Quantity>,
     },
-    /// Less is left than the request takes.
+    /// The request takes more than is left.
     TooLittle {
         /// The capacity.
         capacity: String,
@@ -147,10 +147,10 @@ pub enum Obstacle {
         left: Quantity,
         /// What the device has.
         total: Quantity,
-        /// Who has the rest.
+        /// The claims that have the rest.
         holders: Vec<Holder>,
     },
-    /// Other devices of the same GPU are in use, so this one cannot be made of it.
+    /// Other devices of the same GPU are in use and take counters that this one needs.
     Counters {
         /// The set of counters, one for each GPU.
         counter_set: String,
@@ -160,7 +160,7 @@ pub enum Obstacle {
         wanted: Quantity,
         /// What is left; below zero if more is in use than there is.
         left: Quantity,
-        /// Who has devices that take it.
+        /// The claims whose devices take it.
         holders: Vec<Holder>,
     },
     /// A taint that the request does not tolerate.
@@ -173,7 +173,7 @@ pub enum Obstacle {
         /// `NoSchedule` or `NoExecute`.
         effect: String,
     },
-    /// A constraint of the claim, already for this device alone: it does not have the attribute.
+    /// The device alone breaks a constraint of the claim: it does not have the attribute.
     Constraint {
         /// As the claim has it.
         constraint: String,
@@ -181,7 +181,7 @@ pub enum Obstacle {
 }
 
 impl Obstacle {
-    /// Whose release may remove it.
+    /// The claims whose release may remove it.
     #[must_use]
     pub fn holders(&self) -> &[Holder] {
         match self {
@@ -192,7 +192,7 @@ impl Obstacle {
         }
     }
 
-    /// Whether the device is none of the kind that is asked for.
+    /// Whether the device is not of the requested kind.
     #[must_use]
     pub fn is_another_kind(&self) -> bool {
         matches!(

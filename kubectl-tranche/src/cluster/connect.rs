@@ -1,4 +1,4 @@
-//! From the kubeconfig and the flags that kubectl has to a client.
+//! Makes a client from the kubeconfig and the flags that kubectl has.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,10 +10,10 @@ use super::Cluster;
 
 /// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(10);
-/// How long an answer may take: as kubectl's, which waits for slow lists too.
+/// How long an answer may take. It is long because kubectl, too, waits for slow lists.
 pub(crate) const ANSWER: Duration = Duration::from_mins(1);
 
-/// Which cluster, and as whom: the flags of kubectl by the same names.
+/// The cluster and the user: kubectl's flags of the same names.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct Connection {
     /// The kubeconfig file; else $KUBECONFIG, ~/.kube/config, or the pod's service account
@@ -50,7 +50,7 @@ pub struct Connection {
 /// Why there is no client.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The file that the flag names.
+    /// The file that the flag names cannot be read.
     #[error("cannot read the kubeconfig {}: {source}; name another with --kubeconfig", path.display())]
     File {
         /// Its path.
@@ -58,26 +58,26 @@ pub enum ConnectError {
         /// Why.
         source: KubeconfigError,
     },
-    /// The context, cluster or user.
+    /// The context, cluster or user does not exist.
     #[error(
         "the kubeconfig does not describe the cluster: {0}; check --context, --cluster, --user and `kubectl config view`"
     )]
     Context(KubeconfigError),
-    /// No kubeconfig, and no pod.
+    /// There is no kubeconfig and no service account.
     #[error("there is no kubeconfig: set KUBECONFIG or name a file with --kubeconfig")]
     NoKubeconfig,
-    /// What the client is made of: certificates, a program that gets a token.
+    /// The credentials cannot be used, such as certificates or a program that gets a token.
     #[error("cannot use the credentials of the kubeconfig: {}; check the user of the context", crate::cluster::problem::root(.0))]
     Client(kube::Error),
 }
 
 impl Connection {
-    /// Makes a client. Nothing is asked of the API server yet.
+    /// Makes a client. It does not call the API server.
     pub async fn connect(&self) -> Result<Cluster, ConnectError> {
         let mut config = self.config().await?;
         config.connect_timeout = Some(CONNECT);
         config.read_timeout = Some(ANSWER);
-        // The time in which a connection was not used is none in which an answer was late.
+        // An unused connection does not time out.
         config.reset_reader_on_write = true;
         if let Some(user) = &self.impersonate {
             config.auth_info.impersonate = Some(user.clone());
@@ -85,8 +85,10 @@ impl Connection {
         if !self.impersonate_groups.is_empty() {
             config.auth_info.impersonate_groups = Some(self.impersonate_groups.clone());
         }
-        let namespace = self.namespace.clone();
-        let namespace = namespace.unwrap_or_else(|| config.default_namespace.clone());
+        let namespace = self
+            .namespace
+            .clone()
+            .unwrap_or_else(|| config.default_namespace.clone());
         let client = Client::try_from(config).map_err(ConnectError::Client)?;
         Ok(Cluster::new(client, &namespace, &self.system_namespace))
     }

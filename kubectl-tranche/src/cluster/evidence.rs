@@ -1,4 +1,4 @@
-//! Reads what `collect` packs. It asks for no Secret, no ConfigMap and no pod but the chart's.
+//! Reads what `collect` packs. It reads no Secrets, no ConfigMaps and only the chart's pods.
 
 use futures::future::{join, join_all};
 use k8s_openapi::api::core::v1::Pod;
@@ -18,7 +18,7 @@ const BYTES: i64 = 2 << 20;
 const EVENTS: u32 = 2000;
 
 impl Cluster {
-    /// Reads all that support needs; what cannot be read is named.
+    /// Reads all that support needs, and names what cannot be read.
     pub async fn evidence(&self) -> Evidence {
         let ((facts, pods), events) = join(Box::pin(self.facts_and_pods()), self.events()).await;
         let mut missing = Vec::new();
@@ -75,7 +75,7 @@ impl Cluster {
         }
     }
 
-    /// Of the namespace in which Tranche runs; of others, those about our kinds or by our components.
+    /// All events of the namespace in which Tranche runs; of other namespaces, events about our kinds or from our components.
     async fn events(&self) -> Result<Vec<Event>, String> {
         let events = Api::<Event>::all(self.client());
         let listed = events.list(&ListParams::default().limit(EVENTS)).await;

@@ -17,7 +17,7 @@ use crate::snapshot::{Resource, Scope};
 /// The label by which the chart's pods are found.
 pub const PODS_OF_CHART: &str = "app.kubernetes.io/name=tranche";
 
-/// What the commands do: verb, group, resource, and whether it is in the namespace of Tranche.
+/// The rights that commands need: verb, group, resource, and whether only in the namespace of Tranche.
 const RIGHTS: [(&str, &str, &str, bool); 10] = [
     ("list", "gpu.tranche.dev", "gpunodes", false),
     ("list", "gpu.tranche.dev", "sharingpolicies", false),
@@ -32,12 +32,12 @@ const RIGHTS: [(&str, &str, &str, bool); 10] = [
 ];
 
 impl Cluster {
-    /// Reads all that the checks need. Nothing that fails stops the rest.
+    /// Reads all that the checks need. A failure does not stop the other reads.
     pub async fn facts(&self) -> Facts {
         self.facts_and_pods().await.0
     }
 
-    /// The same, with the chart's pods, of which the facts tell a part.
+    /// The same, with the chart's whole pods, which the facts summarize.
     pub(super) async fn facts_and_pods(&self) -> (Facts, Served<Vec<Pod>>) {
         let asked = [
             Resource::GpuNodes,
@@ -84,8 +84,11 @@ impl Cluster {
     }
 
     async fn dra_versions(&self) -> Served<Vec<String>> {
-        let groups = self.client().list_api_groups().await;
-        let groups = groups.map_err(|error| problem::root(&error))?;
+        let groups = self
+            .client()
+            .list_api_groups()
+            .await
+            .map_err(|error| problem::root(&error))?;
         let dra = groups
             .groups
             .into_iter()
@@ -96,10 +99,10 @@ impl Cluster {
 
     /// The gates in the API server's metrics.
     async fn gates(&self) -> Served<BTreeMap<String, bool>> {
-        let request = http::Request::get("/metrics").body(Vec::new());
-        let request = request.map_err(|error| error.to_string())?;
-        let text = self.client().request_text(request).await;
-        let text = text.map_err(|error| {
+        let request = http::Request::get("/metrics")
+            .body(Vec::new())
+            .map_err(|error| error.to_string())?;
+        let text = self.client().request_text(request).await.map_err(|error| {
             format!(
                 "you may not get /metrics of the API server, which tells them ({})",
                 problem::root(&error)

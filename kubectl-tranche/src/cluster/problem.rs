@@ -1,4 +1,4 @@
-//! What an API server answered instead of objects, in one line.
+//! The error of an API server, in one line.
 
 use std::error::Error;
 
@@ -6,7 +6,7 @@ use tranche_api::usage_api::API_VERSION;
 
 use crate::snapshot::{Cause, Gap, Resource};
 
-/// The gap that an error of the client leaves.
+/// The gap for an error of the client.
 #[must_use]
 pub fn gap(resource: Resource, error: &kube::Error) -> Gap {
     let cause = cause(error);

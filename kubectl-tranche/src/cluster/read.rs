@@ -1,4 +1,4 @@
-//! Reads what a command asks for: all lists at the same time, each page by page.
+//! Reads the resources of a command: all lists at the same time, each page by page.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
@@ -16,7 +16,7 @@ use tranche_api::{GpuNode, SharingPolicy};
 use super::{Cluster, gap};
 use crate::snapshot::{Cause, Gap, Resource, Scope, Snapshot};
 
-/// Objects in a page: as kubectl's.
+/// Objects in a page: kubectl's size.
 const PAGE: u32 = 500;
 
 /// The ConfigMap with the prices, in the namespace in which Tranche runs.
@@ -37,8 +37,8 @@ impl<T> Default for List<T> {
 }
 
 impl Cluster {
-    /// Reads the resources. Claims and pods are those of `scope`; where the caller may not list them in all namespaces,
-    /// those of the namespace of the context, and a gap says so.
+    /// Reads the resources. It reads the claims and pods of `scope`; where the caller may not list them in all namespaces, it reads
+    /// those of the context's namespace, and a gap says so.
     pub async fn read(&self, asked: &[Resource], scope: Scope) -> Snapshot {
         let asked: BTreeSet<Resource> = asked.iter().copied().collect();
         let ours = ListParams::default().fields(&format!("spec.driver={DRIVER}"));
@@ -161,7 +161,7 @@ impl Cluster {
         }
     }
 
-    /// A ConfigMap that is not there is no gap: the default prices hold.
+    /// A missing ConfigMap is no gap: the default prices apply.
     async fn prices(&self, is_asked: bool) -> List<ConfigMap> {
         let mut read = List::default();
         if is_asked {
@@ -175,7 +175,7 @@ impl Cluster {
     }
 }
 
-/// The gap of a list of all namespaces that is of one instead.
+/// The gap of a list that covers one namespace instead of all.
 #[must_use]
 pub fn only_here(gap: &Gap, namespace: &str) -> Gap {
     let resource = gap.resource;
@@ -208,8 +208,7 @@ where
     }
 }
 
-/// Takes in a list, page by page: no more than a page of it is held here. Its objects are read as values of `T`, which may have fewer
-/// fields than the API's type.
+/// Passes the objects of a list to `take`. It keeps at most one page in memory. `T` may have fewer fields than the API's type.
 pub(super) async fn each_as<K, T>(
     resource: Resource,
     api: &Api<K>,
@@ -224,11 +223,11 @@ where
     let client = api.clone().into_client();
     loop {
         let request = list.list(&params).map_err(kube::Error::BuildRequest);
-        let page = match request {
+        let response = match request {
             Ok(request) => client.request::<ObjectList<T>>(request).await,
             Err(error) => Err(error),
         };
-        let page = page.map_err(|error| gap(resource, &error))?;
+        let page = response.map_err(|error| gap(resource, &error))?;
         page.items.into_iter().for_each(&mut take);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params.continue_token = Some(token),

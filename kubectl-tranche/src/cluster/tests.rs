@@ -1,8 +1,8 @@
-//! Reads from an API server that refuses, and what is said of it.
+//! Reads from an API server that refuses, and the messages about it.
 
 use crate::snapshot::{Cause, Resource, Scope};
 use crate::testing::{World, share};
-use crate::usage::{Known, Usage};
+use crate::usage::{Usage, UsageResult};
 
 const ALL: [Resource; 8] = [
     Resource::GpuNodes,
@@ -188,7 +188,7 @@ fn serving(served: &[&str], refused: &[(&str, u16)]) -> World {
     world
 }
 
-async fn usage(world: &World, scope: Scope) -> Known {
+async fn usage(world: &World, scope: Scope) -> UsageResult {
     Box::pin(world.cluster().usage(&scope)).await
 }
 
@@ -196,7 +196,7 @@ async fn usage(world: &World, scope: Scope) -> Known {
 async fn use_is_read_of_nodes_and_where_that_is_not_allowed_of_claims() {
     let world = serving(&[NODE_USAGES], &[]);
     let read = usage(&world, Scope::All).await;
-    // The node of this world says nothing.
+    // The node of this world does not answer.
     let notes = crate::usage::notes(&read);
     assert_eq!(notes, ["usage of it is not shown: the node said nothing"]);
     let asked = world.asked.lock().unwrap().clone();
@@ -227,7 +227,7 @@ async fn use_is_read_of_nodes_and_where_that_is_not_allowed_of_claims() {
         }
     }
 
-    // Who wants one namespace does not ask of all nodes.
+    // For one namespace there is no request for the usage of all nodes.
     let world = serving(&[CLAIM_USAGES_HERE], &[]);
     let read = usage(&world, Scope::Namespace("team-a".into())).await;
     assert_eq!(read, Ok(Usage::default()));
@@ -292,7 +292,7 @@ async fn use_is_read_page_by_page() {
     );
 }
 
-/// What stands behind the API may hang.
+/// The server behind the aggregated API may hang.
 #[tokio::test(start_paused = true)]
 async fn an_api_of_use_that_does_not_answer_is_not_waited_for() {
     let service = tower::service_fn(|_: http::Request<kube::client::Body>| {

@@ -1,6 +1,6 @@
-//! The use of GPUs, from the aggregated API `usage.gpu.tranche.dev`: that of all nodes, or that of the claims that the caller may see.
+//! Reads the use of GPUs from the aggregated API `usage.gpu.tranche.dev`: for all nodes, or for the claims that the caller may see.
 //!
-//! A cluster need not have the API, and what stands behind it may be away. So nothing of it stands in the way of the rest.
+//! A cluster need not have the API, and the server behind it may be down. So no error here stops the rest.
 
 use std::time::Duration;
 
@@ -12,18 +12,18 @@ use super::Cluster;
 use super::read::each_as;
 use crate::snapshot::{Cause, Gap, Resource, Scope};
 use crate::usage::reading::{ClaimReading, NodeReading};
-use crate::usage::{Known, Usage};
+use crate::usage::{Usage, UsageResult};
 
-/// How long it may take. The rest of a result does not wait longer for it: a node that is dead takes 2 s, and 64 are asked at a time.
+/// The longest that a result waits for the use: the server waits 2 s for a dead node, and asks 64 nodes at a time.
 const DEADLINE: Duration = Duration::from_secs(15);
-/// Objects in a page, of which one is held at a time: a full node is 70 KB.
+/// Objects in a page. One page is in memory at a time; a full node takes 70 KB.
 const PAGE: u32 = 250;
-/// What grants the right to see all nodes.
+/// The ClusterRole that grants the right to see all nodes.
 const READER: &str = "tranche-usage-reader";
 
 impl Cluster {
-    /// Of all GPUs for all namespaces; of its claims for one.
-    pub async fn usage(&self, scope: &Scope) -> Known {
+    /// The use of all GPUs for all namespaces, or of its claims for one namespace.
+    pub async fn usage(&self, scope: &Scope) -> UsageResult {
         let read = tokio::time::timeout(DEADLINE, self.read_usage(scope)).await;
         read.unwrap_or_else(|_| {
             Err(format!(
@@ -33,7 +33,7 @@ impl Cluster {
         })
     }
 
-    async fn read_usage(&self, scope: &Scope) -> Known {
+    async fn read_usage(&self, scope: &Scope) -> UsageResult {
         if let Scope::Namespace(namespace) = scope {
             let of_claims = self.usage_of_claims(Some(namespace)).await;
             return of_claims.map_err(|gap| unknown(&gap));
@@ -49,8 +49,8 @@ impl Cluster {
         }
     }
 
-    /// For a caller who may not see nodes.
-    async fn what_may_be_seen(&self, forbidden: &Gap) -> Known {
+    /// The use for a caller who may not see nodes.
+    async fn what_may_be_seen(&self, forbidden: &Gap) -> UsageResult {
         let (whose, of_claims) = match self.usage_of_claims(None).await {
             Ok(all) => ("all claims".to_owned(), Ok(all)),
             Err(_) => (
@@ -89,7 +89,7 @@ fn unknown(of_list: &Gap) -> String {
             "you may not list {}; ask an administrator for the ClusterRole {READER}, or for view in your namespace",
             of_list.resource
         ),
-        // Wrong credentials are refused for the other lists, too.
+        // The other lists refuse wrong credentials, too.
         Cause::Unauthenticated => format!(
             "{API_VERSION} does not believe the API server; see the log of Tranche's usage API"
         ),

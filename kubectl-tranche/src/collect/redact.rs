@@ -2,17 +2,17 @@
 
 use serde_json::Value;
 
-/// What stands in the place of something that was taken out.
+/// The text that replaces a secret.
 pub(super) const REDACTED: &str = "(redacted)";
 
-/// Keys of objects whose values may be secret, or may have been copied from something that is.
+/// Keys of objects whose values may be secrets or copies of secrets.
 const SECRET_KEYS: [&str; 8] = [
-    // Values of environment variables and where they come from, and command lines, which may have them too.
+    // Environment variables, their sources, and command lines.
     "env",
     "envFrom",
     "args",
     "command",
-    // The whole object as it was applied, environment included.
+    // The whole applied object, with its environment.
     "kubectl.kubernetes.io/last-applied-configuration",
     "managedFields",
     "data",
@@ -33,7 +33,7 @@ const INTRODUCTIONS: [&str; 7] = [
     "authorization",
 ];
 
-/// Takes values out of an object. Of a ResourceClaim the node's `data` stays, which the node wrote itself.
+/// Takes secret values out of an object. The `data` of a ResourceClaim's devices stays: the node wrote it.
 pub(super) fn object(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -56,7 +56,7 @@ pub(super) fn object(value: &mut Value) {
     }
 }
 
-/// Of environment variables the names stay.
+/// Takes out the values of environment variables and keeps the names.
 fn names(value: &mut Value) {
     if let Value::Array(variables) = value {
         for variable in variables.iter_mut().filter_map(Value::as_object_mut) {
@@ -67,7 +67,7 @@ fn names(value: &mut Value) {
     }
 }
 
-/// Takes out what looks like a token, and what follows a word that introduces one.
+/// Takes out words that look like a token, and words after an introduction such as `password`.
 pub(super) fn text(text: &str) -> String {
     let mut kept = String::with_capacity(text.len());
     let mut is_introduced = false;
@@ -82,7 +82,7 @@ pub(super) fn text(text: &str) -> String {
             kept.push_str(word);
             is_introduced = is_introduction(word) || is_introduced && word.is_empty();
         }
-        // What lies between words; a new line ends what was introduced.
+        // The characters between words; a new line ends an introduction.
         let between = after.find(is_word).unwrap_or(after.len());
         let (separator, next) = after.split_at(between);
         kept.push_str(separator);
@@ -93,7 +93,7 @@ pub(super) fn text(text: &str) -> String {
     kept
 }
 
-/// The characters of tokens: base64, and the points between the parts of a JSON Web Token.
+/// Whether tokens have the character: base64, and the dots between the parts of a JSON Web Token.
 fn is_word(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.' | '+' | '/')
 }
@@ -103,12 +103,12 @@ fn is_introduction(word: &str) -> bool {
     INTRODUCTIONS.iter().any(|it| word.ends_with(it))
 }
 
-/// As in `Authorization: Bearer …`. A secret may itself end in such a word.
+/// Whether the whole word is an introduction, as in `Authorization: Bearer …`. A secret may end in such a word.
 fn is_exactly_introduction(word: &str) -> bool {
     INTRODUCTIONS.contains(&word.to_ascii_lowercase().as_str())
 }
 
-/// A JSON Web Token, or the beginning of another well-known kind.
+/// Whether the word is a JSON Web Token or begins as another well-known kind of token does.
 fn is_token(word: &str) -> bool {
     let begins = [
         "eyJ", "ghp_", "gho_", "glpat-", "hf_", "sk-", "xoxb-", "AKIA", "nvapi-",

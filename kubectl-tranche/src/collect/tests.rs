@@ -1,4 +1,4 @@
-//! A planted secret is not in the archive, and what support needs is.
+//! The archive has what support needs and no planted secret.
 
 use std::io::Read;
 

@@ -1,4 +1,4 @@
-//! Who pays what: each GPU's price among its tenants.
+//! The bill: divides each GPU's price among its tenants.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -7,7 +7,7 @@ use tranche_driver::stranded::Shares;
 use super::prices::Prices;
 use super::split::{Basis, split};
 use super::{Dollars, Total};
-use crate::model::{Gpu, Held, Model, Room, SharesRoom, SlicesRoom, Tenant};
+use crate::model::{AllocatedDevice, Gpu, Model, Room, SharesRoom, SlicesRoom, Tenant};
 use crate::money::Money;
 
 /// What one tenant pays for one device.
@@ -87,13 +87,13 @@ impl<'a> Bill<'a> {
         self.total.stranded.0 = self.total.stranded.0 + parts.stranded;
     }
 
-    /// Each partition has its part of the GPU's price, which those that share it split again.
+    /// Each partition has its part of the GPU's price, and the shares of a partition divide that part.
     fn partitions(&mut self, gpu: &'a Gpu, price: Money, room: &SlicesRoom) {
         let slices = |count: u32| Shares {
             cores: count.into(),
             ..Shares::default()
         };
-        let held: Vec<(&Held, Vec<&Tenant>)> = gpu
+        let held: Vec<(&AllocatedDevice, Vec<&Tenant>)> = gpu
             .held
             .iter()
             .map(|held| (held, held.holders().collect()))

@@ -1,4 +1,4 @@
-//! `cost calculator`: jobs on whole GPUs against the same jobs on shares. Needs no cluster.
+//! `cost calculator`: compares jobs on whole GPUs with the same jobs on shares. Needs no cluster.
 
 use serde::Serialize;
 
@@ -22,10 +22,10 @@ pub struct Calculator {
 /// Numbers that cannot be compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CalculatorError {
-    /// Nobody on a GPU.
+    /// No jobs share a GPU.
     #[error("tenants is 0: name how many jobs share a GPU, 1 or more")]
     NoTenants,
-    /// Nothing to compare.
+    /// The price is 0.
     #[error("the price is 0: name what a GPU costs for an hour")]
     NoPrice,
 }

@@ -1,16 +1,16 @@
 //! The price of a GPU for an hour.
 //!
-//! An administrator writes prices into a ConfigMap, a key for each product. A key cannot have spaces, so a product is spelled
-//! with dashes, as GPU feature discovery spells it in node labels: `NVIDIA-H100-80GB-HBM3: "3.50"`.
+//! An administrator writes prices into a ConfigMap, with a key for each product. A key cannot have spaces, so it spells the
+//! product with dashes, as GPU feature discovery does in node labels: `NVIDIA-H100-80GB-HBM3: "3.50"`.
 
 use std::collections::BTreeMap;
 
 use crate::money::{Money, MoneyError};
 
-/// Prices where the administrator names none: a word of the product's name, and millionths of a dollar for an hour.
+/// Prices of products for which the administrator gives none: a word of the product's name, and millionths of a dollar for an hour.
 ///
-/// They are round figures near what clouds asked on demand in 2026, for comparisons only: nobody's bill is made of them. The
-/// first word that the name has counts.
+/// They are round figures near the clouds' on-demand prices of 2026, for comparisons only, not for bills. The first word that
+/// the product's name contains decides.
 pub const DEFAULTS: [(&str, u64); 14] = [
     ("GB200", 10_000_000),
     ("B300", 9_000_000),
@@ -52,7 +52,7 @@ pub struct PriceError {
 }
 
 impl Prices {
-    /// Reads the `data` of the ConfigMap. An entry that is not a price is left out and told.
+    /// Reads the `data` of the ConfigMap, and returns an error for each entry that is not a price.
     #[must_use]
     pub fn read(data: &BTreeMap<String, String>) -> (Self, Vec<PriceError>) {
         let mut prices = Self::default();
@@ -71,7 +71,7 @@ impl Prices {
         (prices, errors)
     }
 
-    /// The price of a product as NVML names it; `None` where nobody named one.
+    /// The price of a product as NVML names it; `None` where it has no price.
     #[must_use]
     pub fn of(&self, product: &str) -> Option<Priced> {
         let named = self.by_key.get(&key(product)).map(|price| Priced {
@@ -94,7 +94,7 @@ fn default(product: &str) -> Option<Priced> {
     })
 }
 
-/// A product's name as a key of the ConfigMap: what a key cannot have is a dash.
+/// A product's name as a key of the ConfigMap: a dash replaces each character that a key cannot have.
 #[must_use]
 pub fn key(product: &str) -> String {
     let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_');
@@ -110,8 +110,8 @@ mod tests {
 
     #[test]
     fn an_administrators_price_is_before_the_default() {
-        let data = [("NVIDIA-H100-80GB-HBM3", "2.01"), ("NVIDIA-L4", "cheap")];
-        let data = data.map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let data = [("NVIDIA-H100-80GB-HBM3", "2.01"), ("NVIDIA-L4", "cheap")]
+            .map(|(key, value)| (key.to_owned(), value.to_owned()));
         let (prices, errors) = Prices::read(&data.into());
         let of = |product| {
             prices

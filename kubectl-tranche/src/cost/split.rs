@@ -1,39 +1,39 @@
-//! A GPU's price among those that hold parts of it.
+//! Divides a GPU's price among the holders of its parts.
 
 use tranche_driver::stranded::Shares;
 
 use crate::money::Money;
 
-/// What a holder's part of the price is measured by.
+/// How a holder's part of the price is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Basis {
-    /// Each holder has an equal part of all: whole GPUs and timeshared shares.
+    /// Equal parts: whole GPUs and timeshared shares.
     Equal,
-    /// The mean of memory and cores, of so much for all shares.
+    /// The mean of memory and cores, as parts of these totals.
     Sizes(Shares),
-    /// Compute slices, of so many.
+    /// Compute slices, as parts of this total.
     ComputeSlices(u32),
 }
 
-/// The parts of a price. They sum to it.
+/// The parts of a price, which add up to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Split {
-    /// Of each holder, in their order.
+    /// The part of each holder, in their order.
     pub holders: Vec<Money>,
-    /// Of what is free and can be had.
+    /// The part that is free and can be allocated.
     pub free: Money,
-    /// Of what is free and cannot be had.
+    /// The part that is free but cannot be allocated.
     pub stranded: Money,
 }
 
-/// Splits the price of a device. `holders` and `stranded` are what each has: for [`Basis::ComputeSlices`] their number is in
-/// `cores`.
+/// Splits the price of a device. `holders` and `stranded` are amounts: for [`Basis::ComputeSlices`], `cores` is the number of
+/// slices.
 #[must_use]
 pub fn split(price: Money, basis: Basis, holders: &[Shares], stranded: Shares) -> Split {
     let whole = basis.whole(holders.len());
     let mut left = price;
     let mut take = |shares: &Shares, basis: Basis| {
-        // Amounts that are more than the device would have others pay for it twice.
+        // Limited to what is left: amounts above the device's total would bill parts of it twice.
         let part = price.part(basis.weight(shares), whole).min(left);
         left = left.less(part);
         part
@@ -43,7 +43,7 @@ pub fn split(price: Money, basis: Basis, holders: &[Shares], stranded: Shares) -
         Basis::Equal => Money::ZERO,
         _ => take(&stranded, basis),
     };
-    // What rounding leaves of a device that is in equal parts is nobody's to have.
+    // Nothing is free of a device in equal parts: the last holder pays what rounding leaves.
     let (holders, free) = match (basis, holders.split_last()) {
         (Basis::Equal, Some((last, others))) => {
             let mut all = others.to_vec();
@@ -106,7 +106,7 @@ mod tests {
             &[shares(20, 25), shares(40, 75)],
             shares(20, 0),
         );
-        // 20 of the 80 are left without cores: an eighth of the price.
+        // 20 of the 80 have no cores left: an eighth of the price.
         assert_eq!(
             split,
             Split {
@@ -117,7 +117,7 @@ mod tests {
         );
     }
 
-    /// $5,026 a month for an H100 of which two halves are in use: $718 are stranded.
+    /// An H100 for $5,026 a month whose two halves are in use: $718 are stranded.
     #[test]
     fn the_seventh_slice_costs_a_seventh() {
         let month = Money::from_micros(5_026_000_000);

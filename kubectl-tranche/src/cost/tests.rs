@@ -39,7 +39,7 @@ fn the_parts_of_all_gpus_sum_to_their_prices() {
         );
         // A seventh of an H100.
         assert_eq!(stranded.to_string(), "$1.00");
-        // The T4 has a default price, and nobody knows what is used.
+        // The T4 has a default price, and the use is not known.
         assert_eq!(answer.default_prices.len(), 1);
         assert!(answer.idle.is_none() && answer.right_sizes.is_none());
     }
@@ -49,7 +49,7 @@ fn the_parts_of_all_gpus_sum_to_their_prices() {
         row.per_hour.to_string()
     };
     assert_eq!(of("team-a/left"), "$3.00");
-    // The mean of 20 of 77.1 GiB and of 25 percent.
+    // The mean of 20 of 77.1 GiB and 25 percent.
     assert_eq!(of("team-a/notebook"), "$1.78");
     assert_eq!(of("team-c/card"), "$0.50");
     let text = shown(&by_claim);
@@ -60,7 +60,7 @@ fn the_parts_of_all_gpus_sum_to_their_prices() {
 }
 
 #[test]
-fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
+fn idle_and_too_large_shares_are_named_where_the_use_is_known() {
     let used = |memory: u64, idle_seconds| PartUsed {
         all: Used {
             memory: memory << 30,
@@ -100,9 +100,9 @@ fn idle_holders_and_too_large_shares_are_named_where_the_use_is_known() {
         text.contains("right size: team-a/notebook asked for 20Gi and uses 5Gi now; if it never uses more, ask for 7Gi"),
         "{text}"
     );
-    // Neither ten minutes of nothing, nor a quarter above what it uses that is less than it has.
+    // No line for ten minutes without a kernel, nor for a share whose suggested size is not smaller.
     assert_eq!(text.matches("idle: ").count(), 1, "{text}");
-    // The most that it used counts, also where it uses less now.
+    // The highest use counts, even if it uses less now.
     let with_peak = |memory: u64, peak: u64| {
         let mut used = used(memory, None);
         used.all.peak = Some(Peak {

@@ -13,7 +13,7 @@ use crate::facts::Facts;
 use crate::snapshot::{Cause, Resource};
 use crate::usage::notes;
 
-/// The oldest Kubernetes that has what the slices need by default.
+/// The oldest Kubernetes whose default features suffice for the slices.
 const OLDEST_MINOR: u32 = 36;
 
 pub(super) fn all(facts: &Facts) -> Vec<Finding> {
@@ -74,13 +74,13 @@ fn version(facts: &Facts) -> Finding {
         Some(minor) if minor < OLDEST_MINOR => finding(
             CHECK,
             Outcome::Error,
-            format!("{version} has not the dynamic resource allocation that Tranche needs"),
+            format!("{version} lacks the dynamic resource allocation that Tranche needs"),
             format!("update the cluster to Kubernetes 1.{OLDEST_MINOR} or later"),
         ),
         Some(_) => good(CHECK, version.clone()),
         None => unknown(
             CHECK,
-            &format!("{version} is no version of Kubernetes that this release reads"),
+            &format!("{version} is not a version of Kubernetes that this release can read"),
         ),
     }
 }
@@ -116,12 +116,13 @@ fn gates(facts: &Facts) -> Vec<Finding> {
         FeatureGate::PartitionableDevices,
         FeatureGate::DeviceTaints,
     ];
-    let off = needed
+    let off: Vec<_> = needed
         .iter()
-        .filter(|gate| gates.get(gate.as_str()) == Some(&false));
-    let off: Vec<_> = off.map(|gate| gate.as_str()).collect();
+        .filter(|gate| gates.get(gate.as_str()) == Some(&false))
+        .map(|gate| gate.as_str())
+        .collect();
     if off.is_empty() {
-        return vec![good(CHECK, "none that Tranche needs is off")];
+        return vec![good(CHECK, "no gate that Tranche needs is off")];
     }
     vec![finding(
         CHECK,
@@ -131,7 +132,7 @@ fn gates(facts: &Facts) -> Vec<Finding> {
     )]
 }
 
-/// What could not be read, of the objects.
+/// The objects that could not be read.
 fn reads(facts: &Facts) -> Vec<Finding> {
     let gaps = facts.snapshot.gaps.iter().map(|gap| {
         let outcome = match gap.cause {
@@ -151,8 +152,10 @@ fn rights(facts: &Facts) -> Vec<Finding> {
             "the API server does not say what you may do",
         )];
     }
-    let missing = facts.access.iter().filter(|it| !it.is_allowed);
-    let missing: Vec<String> = missing
+    let missing: Vec<String> = facts
+        .access
+        .iter()
+        .filter(|it| !it.is_allowed)
         .map(|it| match it.namespace.as_str() {
             "" => format!("{} {}", it.verb, it.resource),
             namespace => format!("{} {} in {namespace}", it.verb, it.resource),
@@ -165,7 +168,7 @@ fn rights(facts: &Facts) -> Vec<Finding> {
         CHECK,
         Outcome::Warning,
         format!("you may not {}", missing.join(", ")),
-        "what needs these is left out; ask an administrator for a ClusterRole with them",
+        "commands leave out what needs these rights; ask an administrator for a ClusterRole with them",
     )]
 }
 
@@ -217,18 +220,18 @@ fn components(facts: &Facts) -> Vec<Finding> {
         .flat_map(|it| it.images.iter().map(String::as_str))
         .collect();
     if versions.len() > 1 {
-        let versions: Vec<_> = versions.into_iter().collect();
+        let listed: Vec<_> = versions.into_iter().collect();
         findings.push(finding(
             CHECK,
             Outcome::Warning,
-            format!("they run several images: {}", versions.join(", ")),
+            format!("they run several images: {}", listed.join(", ")),
             "wait for the roll-out to end; the MPS supervisor's pods are replaced only when they are deleted",
         ));
     }
     findings
 }
 
-/// What nodes say of themselves: driver, CDI files, other providers, journals, slices.
+/// The conditions that nodes report: driver, CDI files, competing drivers, journals, slices.
 fn nodes(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "nodes";
     let snapshot = &facts.snapshot;
@@ -240,7 +243,7 @@ fn nodes(facts: &Facts) -> Vec<Finding> {
             CHECK,
             Outcome::Error,
             "there are no GpuNodes: no plugin has described its node",
-            "label the GPU nodes as nodePlugin.affinity of the chart wants them, and look at the log of the node plugin",
+            "label the GPU nodes as nodePlugin.affinity of the chart requires, and look at the log of the node plugin",
         )];
     }
     let mut findings = Vec::new();
@@ -271,7 +274,7 @@ fn nodes(facts: &Facts) -> Vec<Finding> {
             continue;
         };
         if !published.problem.is_empty() {
-            let message = format!("{name}: its slices are not as they should be");
+            let message = format!("{name}: its slices are not correct");
             findings.push(finding(
                 CHECK,
                 Outcome::Error,
@@ -308,7 +311,7 @@ fn nodes(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// What an API server with a feature gate off, or an older one, dropped of slices and claims.
+/// The fields of slices and claims that an old API server, or one with a feature gate off, dropped.
 fn dropped(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "dropped fields";
     let snapshot = &facts.snapshot;
@@ -352,7 +355,7 @@ fn dropped(facts: &Facts) -> Vec<Finding> {
                 CHECK,
                 Outcome::Error,
                 format!(
-                    "claim {}/{} has {} without a size: what it consumes was dropped",
+                    "claim {}/{} has {} without a size: the API server dropped consumedCapacity",
                     namespace.unwrap_or_default(),
                     name.unwrap_or_default(),
                     result.device
@@ -370,16 +373,17 @@ fn dropped(facts: &Facts) -> Vec<Finding> {
     findings
 }
 
-/// What is missing of the use of GPUs. Each line says why; the tiers work without it.
+/// What is missing of the use of GPUs, and why. The tiers work without it.
 fn usage(facts: &Facts) -> Vec<Finding> {
     const CHECK: &str = "use of GPUs";
     const WAY_OUT: &str = "`top`, `cost` and `ui` show what is allocated without it; to have it, set usageApi.enabled of the chart, and \
         look at the logs of the usage API and of the nodes' plugins";
     let notes = notes(&facts.usage).into_iter();
-    let findings = notes.map(|line| finding(CHECK, Outcome::Warning, line, WAY_OUT));
-    let mut findings: Vec<Finding> = findings.collect();
+    let mut findings: Vec<Finding> = notes
+        .map(|line| finding(CHECK, Outcome::Warning, line, WAY_OUT))
+        .collect();
     if findings.is_empty() {
-        findings.push(good(CHECK, "every node tells it"));
+        findings.push(good(CHECK, "every node reports it"));
     }
     findings
 }

@@ -1,4 +1,4 @@
-//! What the checks find.
+//! The findings of the checks.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What is known of a pod or claim and of the cluster that it waits for.
+//! What was read of a pod or claim and of its cluster.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use strsim::levenshtein;
 
 use crate::pods;
 
-/// What is asked about.
+/// The object to explain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Subject {
     Pod(String),
@@ -33,7 +33,7 @@ impl Subject {
     }
 }
 
-/// Nothing has the name that was asked for.
+/// No object has the given name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "there is no {kind} {name} in namespace {namespace}{nearest}: check the name and --namespace"
@@ -44,13 +44,13 @@ pub struct NotFound {
     pub name: String,
     /// Where it was searched.
     pub namespace: String,
-    /// A name that is nearly the same, as a part of the sentence.
+    /// A similar name that exists, as a part of the sentence.
     pub nearest: String,
 }
 
 #[derive(Clone, Debug)]
 pub struct Facts {
-    /// What is asked about.
+    /// The object to explain.
     pub subject: Subject,
     pub namespace: String,
     /// The pod; for a claim, the pod that waits for it, if there is one.
@@ -82,18 +82,20 @@ pub(super) fn full_name(claim: &ResourceClaim) -> String {
 
 /// Where a claim of a pod comes from.
 pub(super) enum Source<'a> {
-    /// A claim by its name.
+    /// The name of a claim.
     Named(&'a str),
-    /// A claim that was made of a template; `None` while there is none.
+    /// A template, and the claim that was made from it; `None` while there is no claim.
     Template(&'a str, Option<&'a str>),
-    /// The template made none on purpose.
+    /// The template needs no claim.
     Nothing,
 }
 
 /// A pod's claims: their name in the pod, and where they come from.
 pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
-    let statuses = pod.status.as_ref();
-    let statuses = statuses.and_then(|status| status.resource_claim_statuses.as_ref());
+    let statuses = pod
+        .status
+        .as_ref()
+        .and_then(|status| status.resource_claim_statuses.as_ref());
     let claims = pod
         .spec
         .as_ref()
@@ -119,17 +121,19 @@ pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
         };
         Some((claim.name.as_str(), source))
     });
-    let extended = pod.status.as_ref();
-    let extended = extended.and_then(|it| it.extended_resource_claim_status.as_ref());
-    let extended = extended.map(|it| {
-        let name = it.resource_claim_name.as_str();
-        ("extended resources", Source::Named(name))
-    });
+    let extended = pod
+        .status
+        .as_ref()
+        .and_then(|it| it.extended_resource_claim_status.as_ref())
+        .map(|it| {
+            let name = it.resource_claim_name.as_str();
+            ("extended resources", Source::Named(name))
+        });
     sources.chain(extended).collect()
 }
 
 impl Facts {
-    /// Those of the pod.
+    /// The pod's claims.
     pub(super) fn sources(&self) -> Vec<(&str, Source<'_>)> {
         self.pod.as_ref().map(self::sources).unwrap_or_default()
     }
@@ -157,7 +161,7 @@ impl Facts {
         names.filter_map(|name| self.claim(name)).collect()
     }
 
-    /// Those that are not allocated, in the order of the scheduler.
+    /// The claims that are not allocated, in the order of the scheduler.
     pub(super) fn wanted(&self) -> Vec<&ResourceClaim> {
         let own = self.own_claims().into_iter().chain(&self.extended);
         own.filter(|claim| !is_allocated(claim)).collect()
@@ -182,7 +186,7 @@ pub(super) fn is_allocated(claim: &ResourceClaim) -> bool {
         .is_some_and(|status| status.allocation.is_some())
 }
 
-/// `; there is NAME`, with the name that is nearest to one that does not exist; nothing if none is near.
+/// `; there is NAME`, with the existing name that is most similar to `name`; empty if none is similar.
 pub(super) fn there_is<'a>(name: &str, names: impl Iterator<Item = &'a str>) -> String {
     let near = names.map(|other| (levenshtein(name, other), other)).min();
     near.filter(|(distance, _)| *distance <= 2.max(name.len() / 4))

@@ -6,10 +6,10 @@ use tranche_scheduler_rules::{selector_matches, term_matches};
 
 use super::facts::{self, Facts, Source, Subject};
 
-/// The most pods that a claim is reserved for.
+/// The most pods for which a claim can be reserved.
 const MOST_CONSUMERS: usize = 256;
 
-/// What keeps the pod, or the claim, from every node; a line each.
+/// What keeps the pod or the claim from every node, a line each.
 pub(super) fn obstacles(facts: &Facts) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some(pod) = &facts.pod {
@@ -57,7 +57,7 @@ fn missing(facts: &Facts, kind: &str, name: &str) -> String {
     )
 }
 
-/// No claim has been made of a template.
+/// Why no claim has been made from a template.
 fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
     if let Some(templates) = &facts.templates
         && !templates.contains(template)
@@ -68,18 +68,17 @@ fn without_claim(facts: &Facts, own: &str, template: &str) -> String {
             facts.namespace
         );
     }
-    let quotas = facts.quotas.iter().filter_map(exhausted);
-    let quotas: Vec<String> = quotas.collect();
+    let quotas: Vec<String> = facts.quotas.iter().filter_map(exhausted).collect();
     if quotas.is_empty() {
-        return format!("no claim was made yet of the template {template} for {own}");
+        return format!("no claim was made yet from the template {template} for {own}");
     }
     format!(
-        "no claim was made of the template {template} for {own}: {}",
+        "no claim was made from the template {template} for {own}: {}",
         quotas.join("; ")
     )
 }
 
-/// A quota that has no room for a claim.
+/// The message of a quota that has no room for a claim.
 fn exhausted(quota: &ResourceQuota) -> Option<String> {
     let status = quota.status.as_ref()?;
     let (hard, used) = (status.hard.as_ref()?, status.used.as_ref()?);
@@ -106,8 +105,9 @@ fn of_claim(facts: &Facts, claim: &ResourceClaim) -> Vec<String> {
     }
     if facts::is_allocated(claim) {
         let status = claim.status.as_ref();
-        let reserved = status.and_then(|status| status.reserved_for.as_deref());
-        let reserved = reserved.unwrap_or_default();
+        let reserved = status
+            .and_then(|status| status.reserved_for.as_deref())
+            .unwrap_or_default();
         let pod = facts
             .pod
             .as_ref()
@@ -185,8 +185,12 @@ pub(super) fn node_obstacles(facts: &Facts, node: &Node) -> Vec<String> {
             && !tolerations.iter().any(|it| tolerates(it, taint))
     };
     for taint in taints.iter().filter(prevents) {
-        let value = taint.value.as_deref().filter(|value| !value.is_empty());
-        let value = value.map(|value| format!("={value}")).unwrap_or_default();
+        let value = taint
+            .value
+            .as_deref()
+            .filter(|value| !value.is_empty())
+            .map(|value| format!("={value}"))
+            .unwrap_or_default();
         lines.push(format!(
             "the node's taint {}{value}:{}",
             taint.key, taint.effect
@@ -224,7 +228,7 @@ fn unselected(pod: &PodSpec, node: &Node) -> Option<String> {
     (!matches).then(|| "the pod's node affinity".to_owned())
 }
 
-/// As the scheduler's TaintToleration does.
+/// The rule of the scheduler's TaintToleration.
 fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
     let given = |text: &Option<String>| text.clone().filter(|text| !text.is_empty());
     if given(&toleration.effect).is_some_and(|effect| effect != taint.effect) {

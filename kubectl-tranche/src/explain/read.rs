@@ -1,4 +1,4 @@
-//! Reads what an explanation is made of.
+//! Reads the objects that an explanation needs.
 
 use std::collections::BTreeSet;
 
@@ -19,15 +19,15 @@ use crate::snapshot::{Gap, Resource, Scope, Snapshot};
 /// Why nothing can be explained.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// What stands in the way of any result.
+    /// An object could not be read that every explanation needs.
     #[error("{}", .0.message)]
     Gap(Gap),
-    /// There is nothing of the name.
+    /// There is no object of the name.
     #[error(transparent)]
     NotFound(#[from] NotFound),
 }
 
-/// Reads. `name` is `pod/NAME`, `claim/NAME`, or a name of either; a pod has precedence.
+/// Reads the objects. `name` is `pod/NAME`, `claim/NAME`, or a name of either; a pod has precedence.
 pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Error> {
     let namespace = cluster.namespace.clone();
     let (kind, name) = match name.split_once('/') {
@@ -63,14 +63,17 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         list::<Pod>(Resource::Pods, &Api::namespaced(client(), &namespace), &all),
     )
     .await;
-    // Without templates and quotas, a line says less; the verdict is the same.
+    // Without templates and quotas a line says less, but the verdict is the same.
     let (slices, rules, templates, quotas) = lists;
     snapshot.gaps.extend(slices.gap);
     if let Some(gap) = snapshot.obstacle() {
         return Err(Error::Gap(gap.clone()));
     }
-    let missing = [pods.gap, rules.gap].into_iter().flatten();
-    let missing: Vec<String> = missing.map(|gap| gap.message).collect();
+    let missing: Vec<String> = [pods.gap, rules.gap]
+        .into_iter()
+        .flatten()
+        .map(|gap| gap.message)
+        .collect();
     let (mut slices, pods) = (slices.objects, pods.objects);
     let templates = templates.gap.is_none().then(|| {
         let names = templates.objects.into_iter();
@@ -94,8 +97,9 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         Subject::Claim(name) => self::waiting_pod(pods, name),
     };
     let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
-    let extended = pod.as_ref();
-    let extended = extended.and_then(|pod| extended_resources::claim(pod, &snapshot.classes));
+    let extended = pod
+        .as_ref()
+        .and_then(|pod| extended_resources::claim(pod, &snapshot.classes));
     let facts = Facts {
         subject,
         namespace,
@@ -112,7 +116,7 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
     Ok((facts, snapshot))
 }
 
-/// Nodes as far as slices name them.
+/// The nodes that slices name.
 fn named_nodes(slices: &[ResourceSlice]) -> Vec<Node> {
     let names: BTreeSet<&String> = slices
         .iter()
@@ -126,7 +130,7 @@ fn named_nodes(slices: &[ResourceSlice]) -> Vec<Node> {
     names.into_iter().map(node).collect()
 }
 
-/// What the name is of. For a claim that waits, the pod that waits for it is explained with it.
+/// The pod or claim with this name. A waiting claim is explained together with the pod that waits for it.
 fn subject(
     kind: Option<&'static str>,
     name: &str,

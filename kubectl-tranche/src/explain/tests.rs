@@ -1,4 +1,4 @@
-//! What is said of pods and claims.
+//! Explanations of pods and claims.
 
 use std::collections::BTreeMap;
 
@@ -90,13 +90,13 @@ fn waiting(world: &mut World) {
 }
 
 #[tokio::test]
-async fn a_pod_that_waits_is_told_what_each_gpu_lacks_and_whose_release_helps() {
+async fn a_waiting_pod_learns_what_gpus_lack_and_whose_release_helps() {
     let mut world = busy();
     waiting(&mut world);
     let taint = json!([{"key": "repair", "value": "now", "effect": "NoSchedule"}]);
     nodes(&mut world, &BTreeMap::from([("node-b", taint)]));
     let explanation = explained(&mut world, "large").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Waits);
+    assert_eq!(explanation.verdict, Conclusion::Waits);
     let text = shown(&explanation);
     for part in [
         "pod team-a/large waits\n",
@@ -113,7 +113,7 @@ async fn a_pod_that_waits_is_told_what_each_gpu_lacks_and_whose_release_helps() 
 }
 
 #[tokio::test]
-async fn a_pod_that_asks_for_a_resource_is_explained_by_the_class_that_stands_for_it() {
+async fn a_pod_with_an_extended_resource_is_explained_by_its_class() {
     let mut world = busy();
     waiting(&mut world);
     let whole = world.classes[1].spec.as_mut().unwrap();
@@ -125,7 +125,7 @@ async fn a_pod_that_asks_for_a_resource_is_explained_by_the_class_that_stands_fo
     pod(&mut world, "team-a/two", &[], &asks("2"));
     pod(&mut world, "team-a/none", &[], &asks("0"));
     let explanation = explained(&mut world, "two").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Waits);
+    assert_eq!(explanation.verdict, Conclusion::Waits);
     let text = shown(&explanation);
     for part in [
         "pod team-a/two waits\n",
@@ -135,7 +135,7 @@ async fn a_pod_that_asks_for_a_resource_is_explained_by_the_class_that_stands_fo
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
     let explanation = explained(&mut world, "none").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Fits);
+    assert_eq!(explanation.verdict, Conclusion::Fits);
 }
 
 #[tokio::test]
@@ -176,7 +176,7 @@ async fn a_pod_that_fits_and_one_that_runs_are_told_what_they_get() {
         .retain(|claim| claim.metadata.name.as_deref() != Some("training"));
     waiting(&mut world);
     let explanation = explained(&mut world, "pod/large").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Fits);
+    assert_eq!(explanation.verdict, Conclusion::Fits);
     let text = shown(&explanation);
     assert!(
         text.contains("node node-a: has room: 40Gi of gpu-a0000000-capped"),
@@ -191,7 +191,7 @@ async fn a_pod_that_fits_and_one_that_runs_are_told_what_they_get() {
         &json!({"nodeName": "node-a"}),
     );
     let explanation = explained(&mut world, "notebook").await.unwrap();
-    assert_eq!(explanation.verdict, Answer::Allocated);
+    assert_eq!(explanation.verdict, Conclusion::Allocated);
     let text = shown(&explanation);
     let gpu = uuid('a', 0);
     for part in [
@@ -244,7 +244,7 @@ async fn other_obstacles_have_a_line_each() {
     let text = shown(&explained(&mut world, "templated").await.unwrap());
     for part in [
         "the ResourceClaimTemplate quater-gpu does not exist in namespace team-a; there is quarter-gpu",
-        "no claim was made of the template quarter-gpu for more: the quota gpus is used up",
+        "no claim was made from the template quarter-gpu for more: the quota gpus is used up",
     ] {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
@@ -276,10 +276,10 @@ async fn what_may_not_be_read_makes_the_verdict_partial() {
         text.contains("(partial: not everything could be read)"),
         "{text}"
     );
-    // The nodes are those of the slices.
+    // The slices name the nodes.
     assert_eq!(explanation.nodes.len(), 2);
     // Without the claims of others the GPU looks free enough.
-    assert_eq!(explanation.verdict, Answer::Fits);
+    assert_eq!(explanation.verdict, Conclusion::Fits);
     let error = explained(&mut world, "lrge").await.unwrap_err();
     let expected = "there is no pod or claim lrge in namespace team-a; there is large: check the name and --namespace";
     assert_eq!(error, expected);

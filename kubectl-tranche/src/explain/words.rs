@@ -7,12 +7,12 @@ use tranche_api::names::{DRIVER, OVERSUBSCRIBED};
 use tranche_driver::claim::DeviceName;
 use tranche_scheduler_rules::{DeviceReport, Granted, Holder, Obstacle, RequestReport};
 
-use super::{Answer, Explanation, Has, NodeExplanation, WouldFit};
+use super::{Conclusion, Explanation, Has, NodeExplanation, WouldFit};
 use crate::output::{Block, Tone, View, bytes};
 
-/// Nodes that are shown.
+/// The most nodes that are shown.
 const MOST_NODES: usize = 20;
-/// Devices of a request and node that are shown.
+/// The most devices that are shown for a request on a node.
 const MOST_DEVICES: usize = 12;
 
 impl View for Explanation {
@@ -39,7 +39,7 @@ impl View for Explanation {
         }
         if let Some(would) = &self.would_fit_after {
             blocks.push(Block::Line(Tone::Heading, would.line()));
-        } else if self.verdict == Answer::Waits && self.obstacles.is_empty() {
+        } else if self.verdict == Conclusion::Waits && self.obstacles.is_empty() {
             let text = "no release of claims was found that makes it fit";
             blocks.push(Block::Line(Tone::Heading, format!("  {text}")));
         }
@@ -54,9 +54,9 @@ impl View for Explanation {
 impl Explanation {
     fn tone(&self) -> Tone {
         match self.verdict {
-            Answer::Allocated | Answer::Fits => Tone::Good,
-            Answer::Waits | Answer::Unjudged => Tone::Warning,
-            Answer::Fails => Tone::Bad,
+            Conclusion::Allocated | Conclusion::Fits => Tone::Good,
+            Conclusion::Waits | Conclusion::Unjudged => Tone::Warning,
+            Conclusion::Fails => Tone::Bad,
         }
     }
 
@@ -68,12 +68,12 @@ impl Explanation {
             ..
         } = self;
         let verdict = match self.verdict {
-            Answer::Allocated if self.has.is_empty() => "waits for no GPU",
-            Answer::Allocated => "has its devices",
-            Answer::Fits => "fits: the scheduler should place it now",
-            Answer::Waits => "waits",
-            Answer::Fails => "waits: the scheduler stops with an error",
-            Answer::Unjudged => "waits, and why cannot be said for certain",
+            Conclusion::Allocated if self.has.is_empty() => "waits for no GPU",
+            Conclusion::Allocated => "has its devices",
+            Conclusion::Fits => "fits: the scheduler should place it now",
+            Conclusion::Waits => "waits",
+            Conclusion::Fails => "waits: the scheduler stops with an error",
+            Conclusion::Unjudged => "waits, and this program cannot say for certain why",
         };
         let partial = if self.is_partial {
             " (partial: not everything could be read)"
@@ -91,15 +91,15 @@ fn needs(request: &RequestReport) -> String {
         Some(count) => format!("{count} devices, each "),
         None => "all devices, each ".to_owned(),
     };
-    let amounts = request
+    let asked: Vec<String> = request
         .asks
         .iter()
-        .map(|(name, amount)| format!("{amount} of {name}"));
-    let amounts: Vec<String> = amounts.collect();
-    let amounts = if amounts.is_empty() {
+        .map(|(name, amount)| format!("{amount} of {name}"))
+        .collect();
+    let amounts = if asked.is_empty() {
         String::new()
     } else {
-        format!("{}, ", amounts.join(" and "))
+        format!("{}, ", asked.join(" and "))
     };
     format!(
         "{number}{amounts}class {} ({}, request {})",
@@ -125,17 +125,16 @@ impl NodeExplanation {
             ));
         }
         if self.has_devices {
-            let got = self.would_get.iter().flatten().map(granted);
-            let got: Vec<String> = got.collect();
+            let got: Vec<String> = self.would_get.iter().flatten().map(granted).collect();
             lines.push(format!("  node {node}: has room: {}", got.join(", ")));
             return lines;
         }
-        // A node without devices of the kind is no news if the pod is kept off it.
+        // A pod that cannot run on the node need not know that the node lacks devices of the kind.
         if !self.obstacles.is_empty() && !is_wide {
             return lines;
         }
         for request in &self.requests {
-            // The lines about the pools say why there are none.
+            // The lines about the pools say why there are no devices.
             if request.devices.is_empty() && !self.pools.is_empty() {
                 continue;
             }
@@ -146,7 +145,7 @@ impl NodeExplanation {
     }
 }
 
-/// Why a node's devices are none for a request: of each GPU that is of the kind, one line.
+/// Why a request cannot get a node's devices: one line for each GPU of the kind.
 fn of_request(
     node: &str,
     several: Option<&str>,
@@ -164,7 +163,7 @@ fn of_request(
             .is_some_and(Obstacle::is_another_kind);
         !other
     });
-    // A GPU that serves others is told of once, whatever would be made of it; so is a reason that several devices have.
+    // A GPU that serves other claims has one line for all its devices; so has a reason that several devices have.
     let mut reasons: Vec<Reason> = Vec::new();
     for device in of_kind {
         let reason = Reason::new(device);
@@ -200,10 +199,10 @@ fn of_request(
     lines
 }
 
-/// Why a device is none for a request.
+/// Why a request cannot get a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Reason {
-    /// A GPU of ours that serves others: the claims with the devices that they have.
+    /// A GPU of ours that serves other claims, each with its device.
     Serves {
         gpu: String,
         holders: BTreeMap<String, String>,
@@ -215,7 +214,7 @@ impl Reason {
     fn new(report: &DeviceReport) -> Self {
         let (driver, device) = (&report.device.driver, &report.device.device);
         let Some(obstacle) = &report.obstacle else {
-            let text = "is free, but not together with what else is asked for";
+            let text = "is free, but not together with the other requested devices";
             return Self::Text(format!("{device} {text}"));
         };
         let holders = obstacle.holders();
@@ -224,10 +223,10 @@ impl Reason {
             Obstacle::InUse { .. } | Obstacle::Counters { .. }
                 if driver == DRIVER && !holders.is_empty() && holders.iter().all(is_ours) =>
             {
-                let holders = holders.iter();
                 Self::Serves {
                     gpu: subject(driver, device),
                     holders: holders
+                        .iter()
                         .map(|it| (it.claim.clone(), it.device.clone()))
                         .collect(),
                 }
@@ -247,14 +246,15 @@ impl Reason {
             let way = service(device).unwrap_or_default();
             ways.entry(way).or_default().push(claim.clone());
         }
-        let ways = ways
+        let texts: Vec<String> = ways
             .into_iter()
-            .map(|(way, claims)| format!("{way} to {}", list(claims)));
-        format!("{gpu} serves {}", ways.collect::<Vec<_>>().join(", "))
+            .map(|(way, claims)| format!("{way} to {}", list(claims)))
+            .collect();
+        format!("{gpu} serves {}", texts.join(", "))
     }
 }
 
-/// Of which kind there is none.
+/// The kind of device that the node lacks.
 fn none_of_kind(request: &RequestReport) -> String {
     if request.devices.is_empty() {
         return "no devices".to_owned();
@@ -287,7 +287,7 @@ fn subject(driver: &str, device: &str) -> String {
     device.to_owned()
 }
 
-/// How a device of ours is held: its tier, or its profile.
+/// How a device of ours is allocated: its tier, or its profile.
 fn service(device: &str) -> Option<String> {
     let name: DeviceName = device.parse().ok()?;
     Some(match name.place() {

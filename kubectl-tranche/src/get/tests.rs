@@ -94,15 +94,15 @@ fn claims_show_what_they_hold_or_want() {
 #[test]
 fn a_pods_devices_and_a_gpus_pods_are_found() {
     let here = || Scope::Namespace("team-a".into());
-    let json = shown(Kind::Pods, Some("two"), here(), Format::Json).unwrap();
-    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    let text = shown(Kind::Pods, Some("two"), here(), Format::Json).unwrap();
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     let item = &json["items"][0];
     assert_eq!(
         (&item["gpuUUID"], &item["claim"]),
         (&uuid('a', 0).into(), &"notebook".into())
     );
     assert_eq!(json["items"].as_array().unwrap().len(), 1);
-    // By the UUID's beginning, and by the device's name.
+    // The beginning of the UUID and the device's name both find it.
     for name in ["GPU-a0000001", "gpu-a0000001-mig-1g10gb-6"] {
         let text = shown(Kind::Gpus, Some(name), Scope::All, Format::Table).unwrap();
         assert_eq!(text.lines().count(), 2, "{text}");
@@ -117,11 +117,11 @@ fn a_pods_devices_and_a_gpus_pods_are_found() {
 }
 
 #[test]
-fn what_is_not_there_is_an_error_that_says_where_it_was_looked_for() {
+fn the_error_for_a_missing_object_says_where_it_was_looked_for() {
     let here = Scope::Namespace("team-b".into());
     let error = shown(Kind::Claims, Some("notebook"), here, Format::Table).unwrap_err();
     assert!(error.to_string().contains("in namespace team-b"), "{error}");
-    // No prefix of every GPU's UUID.
+    // A prefix of all UUIDs is refused.
     let error = shown(Kind::Gpus, Some("GPU-"), Scope::All, Format::Table).unwrap_err();
     assert_eq!(error, NotFound::Gpu("GPU-".into()));
 }

@@ -11,15 +11,15 @@ use super::{Gpu, Room};
 pub struct Amounts {
     /// All memory, bytes.
     pub memory: u64,
-    /// Of it, what claims have, bytes. A GPU in a tier without sizes, or whole, is allocated as a whole.
+    /// The part that claims have, bytes. A whole GPU, or one in a tier without sizes, counts in full.
     pub allocated_memory: u64,
-    /// Of the rest, what nobody can have beside what is held, bytes.
+    /// The free part that no further claim can get beside what is allocated, bytes.
     pub stranded_memory: u64,
     /// Percent of all GPUs, 100 for each.
     pub cores: u64,
-    /// Of them, what claims have. Of a GPU in partitions, compute slices as percent of the GPU, rounded.
+    /// The part that claims have. For a GPU in partitions: compute slices as percent of the GPU, rounded.
     pub allocated_cores: u64,
-    /// Of the rest, what nobody can have beside what is held.
+    /// The free part that no further claim can get beside what is allocated.
     pub stranded_cores: u64,
 }
 

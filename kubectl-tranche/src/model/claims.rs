@@ -1,4 +1,4 @@
-//! What claims want and what they hold of our devices.
+//! The devices of ours that claims request, and those that they have.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -17,15 +17,15 @@ use tranche_driver::class::is_ours;
 use super::devices::{Devices, amount, count, gpu_of, string};
 use crate::snapshot::Snapshot;
 
-/// How far a claim is.
+/// The progress of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum State {
-    /// The scheduler has not given it anything.
+    /// The scheduler has not allocated anything for it.
     Waiting,
-    /// The scheduler gave it devices, and its node has not prepared all of them.
+    /// The scheduler allocated devices, but its node has not prepared all of them.
     Allocated,
-    /// Its node prepared all of its devices.
+    /// Its node has prepared all of its devices.
     Ready,
 }
 
@@ -41,20 +41,20 @@ impl State {
     }
 }
 
-/// A claim that wants or holds something of ours.
+/// A claim that requests or has devices of ours.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Claim {
     pub namespace: String,
     pub name: String,
     pub uid: String,
-    /// How far it is.
+    /// Its progress.
     pub state: State,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,
-    /// What it asks for.
+    /// Its requests.
     pub wants: Vec<Want>,
-    /// What it holds of ours.
+    /// Its devices of ours.
     pub devices: Vec<ClaimDevice>,
 }
 
@@ -69,15 +69,15 @@ pub struct Want {
     /// How many devices; `None` for all that there are.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u64>,
-    /// Bytes, where it names them.
+    /// Bytes, where it requests an amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
-    /// Percent, where it names them.
+    /// Percent, where it requests an amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cores: Option<u64>,
 }
 
-/// A device, or a share of one, that a claim holds.
+/// A device, or a share of one, that a claim has.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimDevice {
@@ -87,7 +87,7 @@ pub struct ClaimDevice {
     /// The device's name in the slice.
     pub device: String,
     pub tier: Tier,
-    /// The GPU's UUID; `None` where neither slice nor node tells it.
+    /// The GPU's UUID; `None` where neither slice nor node gives it.
     #[serde(rename = "gpuUUID", skip_serializing_if = "Option::is_none")]
     pub gpu_uuid: Option<String>,
     /// The MIG device's UUID, where there is one and the node wrote it.
@@ -96,16 +96,16 @@ pub struct ClaimDevice {
     /// The GPU's PCI address, where it is known.
     #[serde(rename = "pciBusID", skip_serializing_if = "Option::is_none")]
     pub pci_bus_id: Option<String>,
-    /// Of a partition: its profile.
+    /// A partition's profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// The share's UUID.
     #[serde(rename = "shareID", skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
-    /// Bytes: the limit of a share, or the memory of a device that is held as a whole.
+    /// Bytes: the limit of a share, or the memory of a device that is allocated as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
-    /// Percent: the limit of a share, or 100 for a device that is held as a whole.
+    /// Percent: the limit of a share, or 100 for a device that is allocated as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cores: Option<u64>,
     /// Whether its node prepared it.
@@ -117,8 +117,9 @@ pub struct ClaimDevice {
 /// The claims of ours, by namespace and name.
 pub(super) fn read(snapshot: &Snapshot, devices: &Devices<'_>) -> Vec<Claim> {
     let classes = our_classes(&snapshot.classes);
-    let claims = snapshot.claims.iter();
-    let mut claims: Vec<Claim> = claims
+    let mut claims: Vec<Claim> = snapshot
+        .claims
+        .iter()
         .filter_map(|claim| Claim::read(claim, &classes, devices))
         .collect();
     claims.sort_by(|a, b| (&a.namespace, &a.name).cmp(&(&b.namespace, &b.name)));
@@ -163,8 +164,10 @@ impl Claim {
             Some(_) => State::Allocated,
         };
         let reserved = status.and_then(|it| it.reserved_for.as_deref());
-        let pods = reserved.unwrap_or_default().iter();
-        let pods = pods.filter(|consumer| consumer.resource == "pods");
+        let pods = reserved
+            .unwrap_or_default()
+            .iter()
+            .filter(|consumer| consumer.resource == "pods");
         Some(Self {
             namespace: claim.metadata.namespace.clone().unwrap_or_default(),
             name: claim.metadata.name.clone().unwrap_or_default(),
@@ -177,7 +180,7 @@ impl Claim {
     }
 }
 
-/// What a claim asks for that has nothing yet; nothing where none of it is of our classes.
+/// What an unallocated claim requests; `None` where it requests nothing of our classes.
 #[must_use]
 pub fn wants_of_ours(claim: &ResourceClaim, classes: &[DeviceClass]) -> Vec<Want> {
     let wants = wants_of(claim).unwrap_or_default();
@@ -249,7 +252,7 @@ impl ClaimDevice {
         let told = |field: &str| data?.get(field)?.as_str().map(str::to_owned);
         let consumed = result.consumed_capacity.as_ref();
         let share = |name: &str| count(consumed?.get(name)?);
-        // A device that one claim holds has all of its capacities.
+        // A claim that has a whole device has all of its capacities.
         let whole = |name: &str| {
             device
                 .filter(|_| consumed.is_none())

@@ -20,7 +20,7 @@ pub struct Devices<'a> {
 type OfGpu<'a> = (&'a str, Vec<(DeviceName, &'a Device)>);
 
 impl<'a> Devices<'a> {
-    /// Reads slices. Slices of an older generation of their pool, and devices that are not ours, are left out.
+    /// Reads slices. It skips slices of an older generation of their pool, and devices that are not ours.
     #[must_use]
     pub fn read(slices: &'a [ResourceSlice]) -> Self {
         let mut newest: BTreeMap<&str, i64> = BTreeMap::new();
@@ -66,13 +66,13 @@ impl<'a> Devices<'a> {
             .map_or(&[], |(_, devices)| devices.as_slice())
     }
 
-    /// The GPUs, each with the pool that it is in.
+    /// The GPUs, each with its pool.
     pub fn gpus(&self) -> impl Iterator<Item = (&'a str, &'a str)> {
         self.by_gpu.iter().map(|(uuid, (pool, _))| (*uuid, *pool))
     }
 }
 
-/// The UUID of the GPU that a device is, or is a part of.
+/// The UUID of a device's GPU.
 pub(super) fn gpu_of(device: &Device) -> Option<&str> {
     string(device, attribute::PARENT_UUID).or_else(|| string(device, attribute::UUID))
 }
@@ -96,7 +96,7 @@ pub(super) fn amount(device: &Device, name: &str) -> Option<u64> {
     count(&capacity_of(device, name)?.value)
 }
 
-/// What a device has for shares with sizes together; `None` where it has none.
+/// What a device has for all shares with sizes together; `None` where it has no such shares.
 pub(super) fn for_shares(device: &Device) -> Option<Shares> {
     if device.allow_multiple_allocations != Some(true) {
         return None;
@@ -121,7 +121,7 @@ pub(super) fn least_share(device: &Device) -> Shares {
     }
 }
 
-/// A quantity, as a count of bytes or of anything else; `None` where it is none.
+/// A quantity, as a count of bytes or of anything else; `None` where it is not a count.
 pub(super) fn count(quantity: &Wire) -> Option<u64> {
     Quantity::try_from(quantity).ok()?.to_count().ok()
 }

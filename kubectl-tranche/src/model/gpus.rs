@@ -1,4 +1,4 @@
-//! Nodes and their GPUs, with who holds what.
+//! Nodes and their GPUs, with the claims that have them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,14 +11,14 @@ use tranche_driver::gpu_state::Place;
 use super::claims::{Claim, ClaimDevice};
 use super::devices::{Devices, amount, number, string};
 use super::room::{Room, SharesRoom, SlicesRoom};
-use super::{Gpu, Held, Node, Tenant};
+use super::{AllocatedDevice, Gpu, Node, Tenant};
 use crate::snapshot::Snapshot;
 use crate::usage::{NodeGpu, Usage};
 
-/// What is held of each GPU: a claim and what it has, by the device's name.
+/// The allocated devices of each GPU: by the device's name, the claims and what each has.
 type ByDevice<'a> = BTreeMap<&'a str, Vec<(&'a Claim, &'a ClaimDevice)>>;
 
-/// The nodes, by name, with all GPUs that anything speaks of.
+/// The nodes, by name, with all GPUs that any object names.
 pub(super) fn nodes(
     snapshot: &Snapshot,
     devices: &Devices<'_>,
@@ -49,10 +49,12 @@ pub(super) fn nodes(
         }
         nodes.insert(node.name.clone(), node);
     }
-    // GPUs without a description: the GpuNode cannot be read, or the GPU is gone and still held.
+    // GPUs without a description: the GpuNode cannot be read, or the GPU is gone and still allocated.
     let of_slices = devices.gpus().map(|(uuid, pool)| (uuid, node_of(pool)));
-    let of_claims = claims.iter().flat_map(|claim| &claim.devices);
-    let of_claims = of_claims.filter_map(|it| Some((it.gpu_uuid.as_deref()?, it.node.as_str())));
+    let of_claims = claims
+        .iter()
+        .flat_map(|claim| &claim.devices)
+        .filter_map(|it| Some((it.gpu_uuid.as_deref()?, it.node.as_str())));
     for (uuid, name) in of_slices.chain(of_claims) {
         if known.insert(uuid) {
             let node = nodes.entry(name.to_owned()).or_insert_with(|| Node {
@@ -87,8 +89,10 @@ impl Context<'_> {
         let published = status.and_then(|it| it.published.as_ref());
         let name = object.metadata.name.clone().unwrap_or_default();
         let conditions = status.map(|it| it.conditions.as_slice());
-        let failed = conditions.unwrap_or_default().iter();
-        let failed = failed.filter(|it| it.status == "False");
+        let failed = conditions
+            .unwrap_or_default()
+            .iter()
+            .filter(|it| it.status == "False");
         let problem = published.map(|it| it.problem.clone());
         let gpus = described.into_iter().flat_map(|inventory| {
             let name = &name;
@@ -162,17 +166,19 @@ impl Context<'_> {
         }
     }
 
-    fn held(&self, uuid: &str) -> Vec<Held> {
+    fn held(&self, uuid: &str) -> Vec<AllocatedDevice> {
         let of_gpu = self.held.get(uuid).into_iter().flatten();
         let held = of_gpu.filter_map(|(name, holders)| {
             let parsed: DeviceName = name.parse().ok()?;
             let (_, first) = holders.first()?;
             let pool = pool(&first.node);
             let device = self.devices.get(&pool, name);
-            let counted = holders.iter().map(|(_, device)| *device);
-            let counted = counted.filter(|device| !device.is_admin);
+            let counted = holders
+                .iter()
+                .map(|(_, device)| *device)
+                .filter(|device| !device.is_admin);
             let place = parsed.place();
-            Some(Held {
+            Some(AllocatedDevice {
                 device: (*name).to_owned(),
                 tier: parsed.tier(),
                 profile: place.map(|place| place.profile.to_string()),
@@ -207,7 +213,12 @@ impl Context<'_> {
         tenant
     }
 
-    fn room(&self, uuid: &str, described: Option<(&Inventory, &Described)>, held: &[Held]) -> Room {
+    fn room(
+        &self,
+        uuid: &str,
+        described: Option<(&Inventory, &Described)>,
+        held: &[AllocatedDevice],
+    ) -> Room {
         let offered = self.devices.of_gpu(uuid);
         let Some(first) = held.iter().find(|it| is_held(it)) else {
             return if offered.is_empty() {
@@ -217,8 +228,9 @@ impl Context<'_> {
             };
         };
         if tier(held) == Some(Tier::Partition) {
-            let places = held.iter().filter(|it| is_held(it));
-            let places: BTreeSet<Place> = places
+            let places: BTreeSet<Place> = held
+                .iter()
+                .filter(|it| is_held(it))
                 .filter_map(|it| it.device.parse::<DeviceName>().ok()?.place())
                 .collect();
             let room = described
@@ -233,7 +245,7 @@ impl Context<'_> {
     }
 
     /// A timeshared device has places without sizes.
-    fn places(&self, held: &Held) -> Room {
+    fn places(&self, held: &AllocatedDevice) -> Room {
         let node = held.holders().next().map(|it| it.device.node.as_str());
         let pool = pool(node.unwrap_or_default());
         let device = self.devices.get(&pool, &held.device);
@@ -247,12 +259,12 @@ impl Context<'_> {
     }
 }
 
-fn is_held(held: &Held) -> bool {
+fn is_held(held: &AllocatedDevice) -> bool {
     held.holders().next().is_some()
 }
 
-/// The tier that the GPU serves: that of partitions also where claims share one.
-fn tier(held: &[Held]) -> Option<Tier> {
+/// The tier that the GPU serves: `partition` also where claims share a partition.
+fn tier(held: &[AllocatedDevice]) -> Option<Tier> {
     let mut held = held.iter().filter(|it| is_held(it));
     let name: DeviceName = held.next()?.device.parse().ok()?;
     Some(name.gpu_tier())

@@ -1,4 +1,4 @@
-//! What is free of a GPU, and what of that is stranded.
+//! What is free of a GPU, and which part of that is stranded.
 
 use std::collections::BTreeSet;
 
@@ -18,9 +18,9 @@ use super::devices::{for_shares, least_share};
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Room {
-    /// Nobody holds any of it, and it is offered.
+    /// No claim has any of it, and it is offered.
     All,
-    /// One claim, or several without sizes, have all of it.
+    /// Claims have all of it: one claim, or several without sizes.
     Nothing,
     /// Places without sizes.
     Places {
@@ -33,9 +33,9 @@ pub enum Room {
     Shares(SharesRoom),
     /// MIG slices.
     Slices(SlicesRoom),
-    /// Nobody holds any of it, and it is not offered.
+    /// No claim has any of it, and it is not offered.
     NotOffered,
-    /// What was read does not say it.
+    /// The objects that were read do not tell.
     Unknown,
 }
 
@@ -45,19 +45,19 @@ pub enum Room {
 pub struct SharesRoom {
     /// Memory for all shares together, bytes.
     pub memory: u64,
-    /// Of it, what no share has.
+    /// The part that no share has.
     pub free_memory: u64,
-    /// Of that, what no further share can have.
+    /// The free part that no further share can get.
     pub stranded_memory: u64,
     /// Cores for all shares together, percent.
     pub cores: u64,
-    /// Of them, what no share has.
+    /// The part that no share has.
     pub free_cores: u64,
-    /// Of that, what no further share can have.
+    /// The free part that no further share can get.
     pub stranded_cores: u64,
     /// Places for shares.
     pub places: u64,
-    /// Of them, those that are free.
+    /// Places that are free.
     pub free_places: u64,
 }
 
@@ -67,22 +67,22 @@ pub struct SharesRoom {
 pub struct SlicesRoom {
     /// Compute slices of the GPU.
     pub compute: u32,
-    /// Of them, those that are free.
+    /// Compute slices that are free.
     pub free_compute: u32,
-    /// Of those, what no further partition can have.
+    /// Free slices that no further partition can get.
     pub stranded_compute: u32,
     /// Memory slices of the GPU.
     pub memory: u32,
-    /// Of them, those that are free.
+    /// Memory slices that are free.
     pub free_memory: u32,
-    /// Of those, what no further partition can have.
+    /// Free slices that no further partition can get.
     pub stranded_memory: u32,
-    /// The offered profiles of which one more partition fits, smallest first.
+    /// The offered profiles for which one more partition fits, smallest first.
     pub fits: Vec<String>,
 }
 
 impl SharesRoom {
-    /// What the shares that claims hold leave of a device; `None` for a device without sizes.
+    /// What the allocated shares leave of a device; `None` for a device without sizes.
     pub(super) fn of<'a>(
         device: &Device,
         held: impl Iterator<Item = &'a ClaimDevice>,
@@ -108,7 +108,7 @@ impl SharesRoom {
 }
 
 impl SlicesRoom {
-    /// What partitions leave of a GPU; `None` where its node does not say how MIG divides it, or not as the claims have it.
+    /// What partitions leave of a GPU; `None` where its node does not say how MIG divides it, or where that contradicts the claims.
     pub(super) fn of(
         inventory: &Inventory,
         gpu: &Described,
@@ -116,7 +116,7 @@ impl SlicesRoom {
         held: &BTreeSet<Place>,
     ) -> Option<Self> {
         let geometry = Geometry::read(inventory.mig_geometry(gpu)?).ok()?;
-        // What an administrator made stays, whether a claim holds it or not.
+        // A partition that an administrator made stays, whether or not a claim has it.
         let made = gpu.mig_instances.iter().filter_map(Place::of);
         let taken: BTreeSet<Place> = held.iter().copied().chain(made).collect();
         let profiles: BTreeSet<Profile> = offered
@@ -141,7 +141,7 @@ impl SlicesRoom {
     }
 }
 
-/// The offered profiles of which one more partition fits, in the order in which they are offered.
+/// The offered profiles for which one more partition fits, in the order of `offered`.
 fn fits(geometry: &Geometry, offered: &BTreeSet<Profile>, free: Slices) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     for partition in &geometry.partitions {

@@ -1,4 +1,4 @@
-//! The model of a cluster that the driver's planner published.
+//! The model of a cluster whose slices the driver's planner made.
 
 use tranche_api::Tier::{self, Capped, Concurrent, Exclusive, Partition, Timeshared};
 
@@ -110,7 +110,7 @@ fn without_gpu_nodes_the_slices_tell_of_gpus() {
         );
         assert_eq!((less.memory, &less.held), (more.memory, &more.held));
     }
-    // How MIG divides a GPU is in its GpuNode only.
+    // Only the GpuNode says how MIG divides a GPU.
     assert_eq!(gpu(&model, &uuid('a', 1)).room, Room::Unknown);
 }
 
@@ -138,7 +138,7 @@ fn the_use_is_that_of_the_claims_device() {
     let of_tenants: Vec<_> = shared.tenants().map(|it| it.used).collect();
     assert_eq!(of_tenants, [Some(used(2)), None]);
     assert_eq!(model.usage_unknown, None);
-    // A claim of one pod is that pod's, with what no container is known to use.
+    // The pod of a claim with one pod also gets the use that no container is known for.
     let notebook = shared.tenants().next().unwrap();
     assert_eq!(notebook.used_by("notebook"), Some(used(2)));
     let mut two = notebook.clone();

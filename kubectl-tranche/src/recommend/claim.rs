@@ -5,12 +5,12 @@ use tranche_api::Quantity;
 
 use super::Leaf;
 
-/// Memory where nobody names any: room for a small model.
+/// The default for memory: room for a small model.
 const USUAL_MEMORY: u64 = 10 << 30;
-/// Percent where nobody names any.
+/// The default for cores, percent.
 const USUAL_CORES: u8 = 25;
 
-/// How much of a GPU a claim is for.
+/// How much of a GPU a claim requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {
     /// Bytes.
@@ -27,7 +27,7 @@ pub enum SizeError {
 }
 
 impl Size {
-    /// Reads an amount of memory as claims have it.
+    /// Reads an amount of memory in the form that claims use.
     pub fn with_memory(self, text: &str) -> Result<Self, SizeError> {
         let refuse = || SizeError::Memory(text.to_owned());
         let amount: Quantity = text.parse().map_err(|_| refuse())?;
@@ -66,7 +66,7 @@ pub(super) fn object(leaf: &Leaf, name: &str, namespace: Option<&str>, size: Siz
 #[must_use]
 pub fn yaml(leaf: &Leaf, name: &str, namespace: Option<&str>, size: Size) -> String {
     let object = object(leaf, name, namespace, size);
-    // JSON without numbers and dates is YAML whatever a library makes of it.
+    // JSON without numbers and dates is always valid YAML.
     let text = serde_saphyr::to_string(&object).unwrap_or_else(|_| object.to_string());
     format!(
         "{}\n# A pod uses it so:\n#   spec:\n#     resourceClaims: [{{name: gpu, resourceClaimTemplateName: {name}}}]\n#     containers:\n#     - resources: {{claims: [{{name: gpu}}]}}\n",

@@ -1,4 +1,4 @@
-//! What a running pod answers by itself.
+//! The questions that a running pod answers by itself.
 
 use super::{AnswerError, Answers, Size};
 use crate::cost::right_size;
@@ -8,21 +8,21 @@ use crate::snapshot::Snapshot;
 
 /// What is known of a pod.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Known {
+pub struct PodAnswers {
     /// The questions that it answers.
     pub answers: Answers,
     pub size: Size,
-    /// Where it uses much less: one line.
+    /// One line, where it uses much less than it has.
     pub hint: Option<String>,
 }
 
-/// What the first device of a pod tells.
+/// Reads the answers from the pod's first device.
 pub fn of_pod(
     model: &Model,
     snapshot: &Snapshot,
     namespace: &str,
     pod: &str,
-) -> Result<Known, AnswerError> {
+) -> Result<PodAnswers, AnswerError> {
     let mut held = model
         .gpus()
         .flat_map(|(_, gpu)| gpu.tenants().map(move |tenant| (gpu, tenant)));
@@ -37,7 +37,7 @@ pub fn of_pod(
     let mut answers = Answers::from([("machine", "container")]);
     let memory = tenant.device.memory;
     if let Some(memory) = memory {
-        // More than half of a GPU cannot be shared with another one like it.
+        // Two shares of more than half a GPU do not fit on one GPU.
         let is_part = u128::from(memory) * 2 <= u128::from(gpu.memory);
         answers.insert("size", if is_part { "part" } else { "whole" });
     }
@@ -48,7 +48,7 @@ pub fn of_pod(
         .device
         .cores
         .and_then(|cores| u8::try_from(cores).ok());
-    Ok(Known {
+    Ok(PodAnswers {
         answers,
         size: Size { memory, cores },
         hint: right_size(tenant).map(|it| {

@@ -7,7 +7,7 @@ use super::*;
 use crate::testing::part;
 use crate::usage::{PartUsed, Usage, Used};
 
-/// Every way through the tree: the answers, and where they lead.
+/// Every path through the tree: the answers and the leaf.
 fn paths() -> Vec<(Answers, &'static Leaf)> {
     fn follow(next: Next, answers: &Answers, paths: &mut Vec<(Answers, &'static Leaf)>) {
         match next {
@@ -105,13 +105,13 @@ fn every_claim_is_one_that_the_api_has() {
             "{yaml}"
         );
         let template: ResourceClaimTemplate = serde_json::from_value(value.clone()).unwrap();
-        // Nothing was left out: every field is one of the API.
+        // No field was dropped: the API knows every field.
         assert_eq!(serde_json::to_value(&template).unwrap(), value);
         let asked =
             &value["spec"]["spec"]["devices"]["requests"][0]["exactly"]["capacity"]["requests"];
         assert_eq!(asked["memory"].is_string(), leaf.has_memory);
         assert_eq!(asked["cores"].is_string(), leaf.has_cores);
-        // Whole GPUs and timeshared shares have no sizes to ask for.
+        // Whole GPUs and timeshared shares have no sizes to request.
         let tier = leaf.class.split('.').next().unwrap().parse().ok();
         let unsized_tier = tier
             .and_then(WholeGpuTier::new)
@@ -192,7 +192,7 @@ fn a_running_pod_answers_what_it_shows() {
     };
     let idle = crate::model::Model::new(&snapshot, &Ok(usage));
     let of_now = of_pod(&idle, &snapshot, "team-a", "notebook").unwrap();
-    // What a pod uses at one time is no reason to give it less unasked.
+    // A single measurement is no reason to suggest less without being asked.
     assert_eq!(of_now.size, known.size);
     let hint = of_now.hint.unwrap();
     assert!(

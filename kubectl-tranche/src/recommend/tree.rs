@@ -1,4 +1,4 @@
-//! The decision tree, as data: `docs/choosing.md` is the same one.
+//! The decision tree, as data: `docs/choosing.md` has the same tree.
 
 use std::fmt::Write as _;
 
@@ -13,7 +13,7 @@ pub struct Question {
     pub choices: &'static [Choice],
 }
 
-/// An answer, and where it leads.
+/// An answer, and what follows.
 #[derive(Debug)]
 pub struct Choice {
     /// Its name on the command line.

@@ -6,7 +6,7 @@ use crate::usage::{PartUsed, Usage};
 
 use super::*;
 
-fn shown(kind: TopKind, usage: &crate::usage::Known) -> Vec<Vec<String>> {
+fn shown(kind: TopKind, usage: &crate::usage::UsageResult) -> Vec<Vec<String>> {
     let model = Model::new(&busy().snapshot(), usage);
     let text = text(&answer(&model, kind, &Scope::All), Format::Table).unwrap();
     let text = anstream::adapter::strip_str(&text).to_string();
@@ -104,11 +104,11 @@ fn usage_is_shown_where_it_is_known() {
     let model = Model::new(&busy().snapshot(), &usage);
     let wide = text(&answer(&model, TopKind::Pods, &Scope::All), Format::Wide).unwrap();
     assert!(wide.contains("2h 3m"), "{wide}");
-    // A sum of which a part is not known is not known.
+    // A sum is not known if a part of it is not known.
     assert_eq!(shown(TopKind::Nodes, &usage)[1][8..], ["-", "-"]);
 }
 
-/// Two pods that share a claim do not both use all of it.
+/// Each of two pods that share a claim has its own use.
 #[test]
 fn pods_of_one_claim_have_their_own_use() {
     let used = |memory| Used {
@@ -133,7 +133,7 @@ fn pods_of_one_claim_have_their_own_use() {
         ..Usage::default()
     };
     let model = Model::new(&world.snapshot(), &Ok(usage));
-    let Answer::Pods { pods } = answer(&model, TopKind::Pods, &Scope::All) else {
+    let TopReport::Pods { pods } = answer(&model, TopKind::Pods, &Scope::All) else {
         panic!("no pods")
     };
     let rows: Vec<_> = pods

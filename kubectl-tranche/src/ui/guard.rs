@@ -1,14 +1,14 @@
-//! Who may see the page: pure.
+//! Which requests the server answers: pure.
 //!
-//! The page shows what its user may see, so nobody else may read it, although everybody on the machine can connect to it. A
-//! request must have
+//! Everybody on the machine can connect to the page, but it shows what its user may see, so nobody else may read it. A request
+//! must have
 //!
-//! - a Host header with a loopback address or `localhost`: a page of the Internet whose name was made to resolve to 127.0.0.1
-//!   (DNS rebinding) has its own name in it;
+//! - a Host header with a loopback address or `localhost`: a request of an Internet page whose name resolves to 127.0.0.1 (DNS
+//!   rebinding) has that page's name in it;
 //! - the secret: in the URL that the command prints, then in a cookie that scripts cannot read and other sites do not send;
-//! - no other site as its initiator, where the browser says so.
+//! - no other site as its initiator, where the browser names the initiator.
 
-/// The secret of a run of the command, and the port that it listens on.
+/// The secret of a run of the command, and its port.
 #[derive(Clone)]
 pub struct Guard {
     token: String,
@@ -23,7 +23,7 @@ impl std::fmt::Debug for Guard {
     }
 }
 
-/// What a request says of itself.
+/// The parts of a request that decide whether it is answered.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Visitor<'a> {
     /// The Host header.
@@ -32,43 +32,43 @@ pub struct Visitor<'a> {
     pub cookie: Option<&'a str>,
     /// The query of the URL.
     pub query: Option<&'a str>,
-    /// `Sec-Fetch-Site`: the relation of the page that made the request to this one.
+    /// `Sec-Fetch-Site`: how the site of the page that made the request relates to this one.
     pub site: Option<&'a str>,
-    /// `Sec-Fetch-Mode`: `navigate` where a person opened it.
+    /// `Sec-Fetch-Mode`: `navigate` where a person opened the page.
     pub mode: Option<&'a str>,
 }
 
 /// Why a request is not answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    /// Another name than ours.
+    /// The Host header has another name.
     #[error(
         "this page is served as 127.0.0.1 and localhost only: open the address that `kubectl tranche ui` printed"
     )]
     Host,
-    /// Another site asks.
+    /// Another site made the request.
     #[error(
         "this page does not answer other pages: open the address that `kubectl tranche ui` printed"
     )]
     Site,
-    /// No secret, or that of an earlier run.
+    /// The secret is missing, or is that of an earlier run.
     #[error(
         "this page is for the one who started it: open the address that `kubectl tranche ui` printed, with its token"
     )]
     Token,
 }
 
-/// How a request that is answered got in.
+/// How an answered request gave the secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admitted {
-    /// With the URL that was printed: the answer sets the cookie.
+    /// In the printed URL: the answer sets the cookie.
     ByUrl,
-    /// With the cookie.
+    /// In the cookie.
     ByCookie,
 }
 
 impl Guard {
-    /// Of a secret and a port.
+    /// A guard with a secret and a port.
     #[must_use]
     pub fn new(token: String, port: u16) -> Self {
         Self { token, port }
@@ -94,7 +94,7 @@ impl Guard {
         format!("tranche-ui-{}", self.port)
     }
 
-    /// Whether a request is answered.
+    /// Admits a request, or says why it is refused.
     pub fn admit(&self, visitor: Visitor<'_>) -> Result<Admitted, Refused> {
         if !visitor.host.is_some_and(|host| self.is_ours(host)) {
             return Err(Refused::Host);
@@ -133,7 +133,7 @@ impl Guard {
         port.and_then(|port| port.parse().ok()) == Some(self.port)
     }
 
-    /// In a time that does not depend on where they differ.
+    /// Compares in constant time.
     fn is_token(&self, token: &str) -> bool {
         let (ours, theirs) = (self.token.as_bytes(), token.as_bytes());
         let difference = ours.iter().zip(theirs).fold(0, |sum, (a, b)| sum | (a ^ b));
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_another_port_cannot_use_the_cookie_but_a_person_can_follow_a_link() {
+    fn pages_of_other_ports_cannot_use_the_cookie_but_links_work() {
         for site in ["cross-site", "same-site"] {
             let visitor = Visitor {
                 site: Some(site),

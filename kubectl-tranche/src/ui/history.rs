@@ -1,10 +1,10 @@
-//! The use of GPUs over the last hour, by minute: pure. The caller says which minute it is.
+//! The use of GPUs over the last hour, by minute: pure. The caller passes the current minute.
 
 use std::collections::BTreeMap;
 
 use crate::usage::{NodeGpu, Usage, Used};
 
-/// Minutes that are kept.
+/// The number of minutes kept.
 pub const MINUTES: usize = 60;
 const MIB: u64 = 1 << 20;
 
@@ -16,8 +16,8 @@ pub struct History {
     now: u64,
 }
 
-/// The last hour of a GPU. It takes as much memory at its first reading as after an hour: who starts the page with enough does not
-/// run out of it later.
+/// The last hour of a GPU. It takes the same memory after its first reading as after an hour, so that the page does not run out of
+/// memory later.
 #[derive(Clone, Debug)]
 struct Hour {
     /// The mean of each minute, at the minute's number modulo [`MINUTES`].
@@ -28,7 +28,7 @@ struct Hour {
     sum: Sum,
 }
 
-/// The readings of a minute as they are kept: small, because a thousand nodes have half a million of them.
+/// The mean of a minute's readings. It is small because a thousand nodes have half a million of them.
 #[derive(Clone, Copy, Debug, Default)]
 struct Mean {
     /// MiB.
@@ -46,7 +46,7 @@ struct Sum {
     time: f64,
 }
 
-/// A value for each minute, the oldest first; nothing where there was no reading.
+/// A value for each minute, the oldest first; `None` where there was no reading.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Lines {
     /// Bytes, the mean of the minute.
@@ -55,20 +55,20 @@ pub struct Lines {
     pub time: Vec<Option<u8>>,
 }
 
-/// Whether the use was read since somebody looked.
+/// Whether there are new readings of the use since the last look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Read {
-    /// It was not.
+    /// There are none.
     #[default]
     No,
-    /// It was: the use is new, the last hour is about the same.
+    /// There are: the use is new, the last hour is about the same.
     Again,
-    /// It was, for the first time in its minute: the last hour is new, too.
+    /// There are, with the first of a minute: the last hour is new, too.
     FirstOfMinute,
 }
 
 impl History {
-    /// Takes readings in. `minute` counts from any time and does not go back.
+    /// Adds readings. `minute` counts from any time and never decreases.
     pub fn add(&mut self, minute: u64, usage: &Usage) -> Read {
         let is_first = minute > self.now || self.gpus.is_empty();
         self.now = self.now.max(minute);
@@ -152,7 +152,7 @@ impl Sum {
     }
 }
 
-/// Whole percent: what the eye does not see is no change.
+/// Whole percent, because people do not see smaller changes.
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_minute_is_the_mean_of_its_readings_and_one_without_readings_is_empty() {
+    fn a_minute_is_the_mean_of_its_readings_and_empty_without_any() {
         let mut history = History::default();
         let read = [
             history.add(100, &usage(10 * MIB, Some(20.0))),
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hour_of_a_gpu_takes_less_than_a_kilobyte_from_its_first_reading_on() {
+    fn the_hour_of_a_gpu_always_takes_less_than_a_kilobyte() {
         let of_means = size_of::<Mean>() * MINUTES;
         let NodeGpu { node, uuid } = gpu('a', 0);
         let of_gpu = size_of::<NodeGpu>() + node.len() + uuid.len();
@@ -231,7 +231,7 @@ mod tests {
                 let lines = history.of(&gpu('a', 0)).unwrap();
                 prop_assert!(lines.memory.len() <= MINUTES);
                 for (nth, memory) in (0..).zip(lines.memory.iter().rev()) {
-                    // The value of a reading is the minute that it was read in.
+                    // The value of each reading is its minute.
                     let wanted = read.get(&(minute - nth)).map(|it| it * MIB);
                     prop_assert_eq!(*memory, wanted);
                 }

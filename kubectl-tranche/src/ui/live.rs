@@ -1,4 +1,4 @@
-//! Keeps the page's records as the cluster is now: takes in what the watches tell, and publishes what the page shows.
+//! Keeps the page's records up to date: applies the changes from the watches, and publishes what the page shows.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,36 +10,36 @@ use super::history::{History, Read};
 use super::records::Records;
 use super::store::{Change, Store};
 use super::view::Page;
-use crate::usage::{Known, Usage};
+use crate::usage::{Usage, UsageResult};
 
-/// Time that further changes may come in before the page is told: a pod's start is several writes.
+/// How long changes are collected before they are published: a pod's start is several writes.
 const TOGETHER: Duration = Duration::from_millis(50);
 
 /// The records at one time.
 #[derive(Clone, Debug, Default)]
 pub struct Published {
-    /// Their number: each has one more than the one before it.
+    /// A number that increases by one with each publication.
     pub seq: u64,
-    /// The records; none before the cluster has been read once.
+    /// The records; `None` before the cluster has been read once.
     pub records: Option<Arc<Records>>,
 }
 
-/// What the page is made of.
+/// The state from which the page is made.
 struct Live {
     store: Store,
     page: Page,
-    usage: Known,
+    usage: UsageResult,
     history: History,
     began: Instant,
-    /// What was read of the use since the last publication.
+    /// The readings of the use since the last publication.
     read: Read,
     publisher: watch::Sender<Published>,
 }
 
-/// Publishes until the watches end. An error is a bug.
+/// Publishes until the watches end. An error would be a bug.
 pub(super) async fn keep(
     mut changes: mpsc::Receiver<Change>,
-    mut readings: mpsc::Receiver<Known>,
+    mut readings: mpsc::Receiver<UsageResult>,
     publisher: watch::Sender<Published>,
 ) -> Result<(), super::records::RecordError> {
     let mut live = Live {
@@ -76,7 +76,7 @@ pub(super) async fn keep(
 }
 
 impl Live {
-    fn used(&mut self, usage: Known) {
+    fn used(&mut self, usage: UsageResult) {
         let read = match &usage {
             Ok(usage) => {
                 let minute = self.began.elapsed().as_secs() / 60;

@@ -1,4 +1,4 @@
-//! Reads the use of GPUs every few seconds, with the user's rights. It cannot be watched.
+//! Reads the use of GPUs every few seconds, with the user's rights: its API has no watch.
 
 use std::time::Duration;
 
@@ -7,15 +7,15 @@ use tokio::time::Instant;
 
 use crate::cluster::Cluster;
 use crate::snapshot::Scope;
-use crate::usage::Known;
+use crate::usage::UsageResult;
 
 /// Time between two readings.
 const EVERY: Duration = Duration::from_secs(5);
-/// A reading that takes long is not repeated at once: the pause is so many times as long.
+/// After a slow reading, the pause is this many times as long as the reading.
 const PAUSE: u32 = 4;
 
-/// Reads until nobody wants it.
-pub(super) async fn follow(cluster: Cluster, readings: Sender<Known>) {
+/// Reads until the receiver is dropped.
+pub(super) async fn follow(cluster: Cluster, readings: Sender<UsageResult>) {
     loop {
         let began = Instant::now();
         let usage = Box::pin(cluster.usage(&Scope::All)).await;

@@ -1,7 +1,7 @@
-//! What the page shows, as records by key, and the difference between two of them: pure.
+//! What the page shows, as records by key, and the difference between two sets of records: pure.
 //!
 //! A record is the JSON text of one thing: a node with its GPUs, a pod that waits, the summary. The page keeps the records that it
-//! was sent. So a change costs a record, and whether something changed is a comparison of texts.
+//! received, so a change sends one record, and a comparison of texts finds the changes.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,7 +13,7 @@ use serde::Serialize;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Records(BTreeMap<Arc<str>, Arc<str>>);
 
-/// What has to change to get from some records to others.
+/// The difference between two sets of records.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Delta {
     /// Records that are new or different.
@@ -22,7 +22,7 @@ pub struct Delta {
     pub gone: Vec<Arc<str>>,
 }
 
-/// A value that is no JSON.
+/// A value that cannot be written as JSON.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write record {key} as JSON: {problem}; report it as a bug")]
 pub struct RecordError {
@@ -31,7 +31,7 @@ pub struct RecordError {
 }
 
 impl Records {
-    /// Adds or replaces a record. One with the same text stays the same allocation.
+    /// Adds or replaces a record. A record with the same text keeps its allocation in memory.
     pub fn set(&mut self, key: &str, value: &impl Serialize) -> Result<(), RecordError> {
         let text = serde_json::to_string(value).map_err(|problem| RecordError {
             key: key.to_owned(),
@@ -52,7 +52,7 @@ impl Records {
         self.0.remove(key);
     }
 
-    /// Removes the records whose key begins with `prefix` and which `is_kept` does not keep; it gets the rest of the key.
+    /// Removes the records whose key begins with `prefix` unless `is_kept` returns true for the rest of the key.
     pub fn retain(&mut self, prefix: &str, is_kept: impl Fn(&str) -> bool) {
         self.0.retain(|key, _| match key.strip_prefix(prefix) {
             Some(rest) => is_kept(rest),
@@ -67,7 +67,7 @@ impl Records {
         self.0.get(key).map(AsRef::as_ref)
     }
 
-    /// What leads from `self` to `new`.
+    /// The difference from `self` to `new`.
     #[must_use]
     pub fn delta(&self, new: &Self) -> Delta {
         let is_same =
@@ -83,7 +83,7 @@ impl Records {
         }
     }
 
-    /// The message that gives a page all of them. `seq` is their number.
+    /// The message that sends a page all records. `seq` is their number.
     #[must_use]
     pub fn message(&self, seq: u64) -> String {
         format!("{{\"seq\":{seq},\"records\":{}}}", object(&self.0))
@@ -98,7 +98,7 @@ impl Delta {
         self.set.is_empty() && self.gone.is_empty()
     }
 
-    /// The message that leads a page from the records of number `since` to those of number `seq`.
+    /// The message that updates a page from the records with number `since` to those with number `seq`.
     #[must_use]
     pub fn message(&self, since: u64, seq: u64) -> String {
         let gone: Vec<String> = self.gone.iter().map(|key| quoted(key)).collect();
@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     fn any_records() -> impl Strategy<Value = Records> {
-        // Few keys and values, so that two of them have some in common.
+        // Few keys and values, so that two sets have some in common.
         let key = prop_oneof!["[a-c]", "node/[\"\\\\a\u{e9}]{0,2}"];
         prop::collection::btree_map(key, "[xy\"\n]{0,2}", 0..6).prop_map(|values| {
             let mut records = Records::default();
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_message_has_no_line_break_because_the_stream_ends_a_field_with_one() {
+    fn a_message_has_no_line_break_which_would_end_its_field() {
         let mut records = Records::default();
         records.set("pod/a", &"two\nlines\r").unwrap();
         assert!(!records.message(1).contains(['\n', '\r']));

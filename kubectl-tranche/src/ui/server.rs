@@ -17,10 +17,10 @@ use tokio::sync::watch;
 use super::guard::{Admitted, Guard, Visitor};
 use super::live::Published;
 
-/// Time without a change after which the stream says that it is alive. The page takes three times as long as the end.
+/// Time without a change after which the stream sends a sign of life. After three times as long the page takes it for ended.
 const ALIVE: Duration = Duration::from_secs(5);
 
-/// Everything comes from here, nothing is embedded elsewhere.
+/// The page loads only from this server, and no other page may embed it.
 const POLICY: &str =
     "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 const HTML: &str = "text/html; charset=utf-8";
@@ -78,7 +78,7 @@ fn file(kind: &'static str, text: &'static str) -> Response {
     ([(header::CONTENT_TYPE, kind)], text).into_response()
 }
 
-/// Answers only the one who started it.
+/// Answers only the user who started the command.
 async fn guarded(State(served): State<Served>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let text = |name: HeaderName| headers.get(name).and_then(|it| it.to_str().ok());
@@ -120,12 +120,12 @@ fn protect(headers: &mut HeaderMap) {
     }
 }
 
-/// All records, then what changes. Who is slow gets several changes as one.
+/// Streams all records, then changes. A slow page gets several changes as one.
 async fn events(
     State(served): State<Served>,
 ) -> Sse<impl Stream<Item = Result<Event, Infallible>>> {
     let mut published = served.published;
-    // What is there now is news for this page.
+    // The current records are new for this page.
     published.mark_changed();
     let events = stream::unfold(
         (published, Published::default()),

@@ -1,8 +1,8 @@
-//! The cluster's objects, kept by node so that a change costs one node, and small so that a thousand nodes fit: pure.
+//! The cluster's objects, by node so that a change updates only that node, and small so that a thousand nodes fit: pure.
 //!
-//! A ResourceSlice of a GPU with partitions has dozens of devices and takes about a hundred kilobytes as a value. It is kept as the
-//! JSON text of the few fields that the model reads, compressed because its devices are alike, and is a value again only while
-//! its node is looked at.
+//! A ResourceSlice of a GPU with partitions has dozens of devices and takes about a hundred kilobytes as a value. The store keeps
+//! the JSON text of the few fields that the model reads, compressed because the devices are alike, and parses it only while it
+//! builds the model of the node.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read as _, Write as _};
@@ -23,16 +23,16 @@ use super::history::Read;
 use super::trim;
 use crate::snapshot::{Gap, Resource, Scope, Snapshot};
 
-/// A change of an object, as a watch tells it.
+/// A change that a watch reports.
 #[derive(Debug)]
 pub enum Change {
-    /// A list begins: what it does not have is gone at its end.
+    /// A list begins. At its end, objects that are not in it are removed.
     Begin(Resource),
-    /// An object is there, as it is now.
+    /// An object exists, with its current content.
     Set(Object),
     /// An object is gone.
     Gone(Object),
-    /// The list is complete, and covers this.
+    /// The list is complete, and covers this scope.
     Complete(Resource, Scope),
     /// The resource, or a part of it, cannot be read.
     Gap(Gap),
@@ -40,7 +40,7 @@ pub enum Change {
     Prices(Option<BTreeMap<String, String>>),
 }
 
-/// An object that a watch told of.
+/// An object that a watch reports.
 #[derive(Debug)]
 pub enum Object {
     /// A node's GPUs.
@@ -64,30 +64,30 @@ struct Packed {
 
 /// The objects of a resource, by namespace and name.
 #[derive(Debug, Default)]
-struct Kept {
+struct ResourceObjects {
     objects: BTreeMap<String, Packed>,
-    /// By node: the keys of its objects.
+    /// The keys of the objects of each node.
     by_node: BTreeMap<String, BTreeSet<String>>,
-    /// While a list comes in: the keys that it had so far.
+    /// While a list arrives: the keys that it had so far.
     listing: Option<BTreeSet<String>>,
 }
 
-/// What has to be looked at again.
+/// The parts of the page that may be out of date.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Dirty {
     pub nodes: BTreeSet<String>,
-    /// Whether it is what waits.
+    /// Whether the waiting pods may be out of date.
     pub waiting: bool,
-    /// Whether it is everything: prices, or what can be read.
+    /// Whether everything may be, because prices or rights changed.
     pub all: bool,
-    /// What was read of the use of all GPUs.
+    /// Whether the use of GPUs was read.
     pub read: Read,
 }
 
 /// All objects.
 #[derive(Debug, Default)]
 pub struct Store {
-    kept: BTreeMap<Resource, Kept>,
+    kept: BTreeMap<Resource, ResourceObjects>,
     prices: Option<BTreeMap<String, String>>,
     gaps: BTreeMap<Resource, Gap>,
     complete: BTreeMap<Resource, Scope>,
@@ -104,7 +104,7 @@ pub const WATCHED: [Resource; 5] = [
 ];
 
 impl Store {
-    /// Takes a change in.
+    /// Applies a change.
     pub fn apply(&mut self, change: Change) {
         match change {
             Change::Begin(resource) => {
@@ -175,7 +175,7 @@ impl Store {
 
     fn mark(&mut self, resource: Resource, packed: &Packed) {
         self.dirty.nodes.extend(packed.nodes.iter().cloned());
-        // Claims show what a pod waits for, whether they have a node or not.
+        // A waiting pod's claim may be allocated or not, so each claim counts.
         self.dirty.waiting |= matches!(
             resource,
             Resource::ResourceClaims | Resource::DeviceClasses | Resource::Pods
@@ -212,19 +212,19 @@ impl Store {
         })
     }
 
-    /// What changed since the last call.
+    /// The parts that changed since the last call.
     pub fn take_dirty(&mut self) -> Dirty {
         std::mem::take(&mut self.dirty)
     }
 
-    /// The nodes that objects tell of.
+    /// The nodes that objects name.
     #[must_use]
     pub fn nodes(&self) -> BTreeSet<String> {
         let kept = self.kept.values();
         kept.flat_map(|kept| kept.by_node.keys().cloned()).collect()
     }
 
-    /// All that is known of a node's GPUs and who holds them.
+    /// The objects that concern a node's GPUs and their holders.
     #[must_use]
     pub fn of_node(&self, node: &str) -> Snapshot {
         Snapshot {
@@ -316,8 +316,11 @@ impl Object {
                 packed(&trim::gpu_node(it), vec![name])
             }
             Self::Slice(it) => {
-                let node = it.spec.node_name.clone();
-                let node = node.unwrap_or_else(|| node_of(&it.spec.pool.name).to_owned());
+                let node = it
+                    .spec
+                    .node_name
+                    .clone()
+                    .unwrap_or_else(|| node_of(&it.spec.pool.name).to_owned());
                 packed(&trim::slice(it), vec![node])
             }
             Self::Claim(it) => {
@@ -329,7 +332,7 @@ impl Object {
                     .flatten()
                     .filter(|it| it.driver == DRIVER);
                 let nodes: BTreeSet<String> = ours.map(|it| node_of(&it.pool).to_owned()).collect();
-                // Another driver's, for good.
+                // Another driver allocated it, which does not change.
                 if allocation.is_some() && nodes.is_empty() {
                     return None;
                 }
@@ -353,7 +356,7 @@ fn key(namespace: Option<&str>, name: &str) -> String {
     }
 }
 
-/// `None` for what is no JSON; objects of the API server are.
+/// `None` for an object that cannot be written as JSON; objects of the API server can.
 fn packed(object: &impl Serialize, nodes: Vec<String>) -> Option<Packed> {
     let text = serde_json::to_vec(object).ok()?;
     let mut encoder = DeflateEncoder::new(Vec::new(), Compression::fast());

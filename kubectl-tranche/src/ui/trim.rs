@@ -1,4 +1,5 @@
-//! Leaves out of objects what the page does not read: pure. A test compares the model of what is left with that of everything.
+//! Removes from objects the fields that the page does not read: pure. A test compares the model of trimmed objects with that of
+//! whole ones.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +11,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tranche_api::GpuNode;
 use tranche_api::names::{attribute, capacity};
 
-/// What of attributes the model reads.
+/// The attributes that the model reads.
 const ATTRIBUTES: [&str; 5] = [
     attribute::UUID,
     attribute::PARENT_UUID,
@@ -18,7 +19,7 @@ const ATTRIBUTES: [&str; 5] = [
     attribute::PRODUCT_NAME,
     attribute::PCI_BUS_ID,
 ];
-/// What of capacities the model reads.
+/// The capacities that the model reads.
 const CAPACITIES: [&str; 3] = [capacity::MEMORY, capacity::CORES, capacity::SHARERS];
 
 /// Name, namespace, UID and age.
@@ -44,7 +45,7 @@ pub(super) fn gpu_node(full: &GpuNode) -> GpuNode {
     }
 }
 
-/// A slice's devices, with what tells the GPU and the amounts.
+/// A slice's devices, with the attributes and capacities that the model reads.
 pub(super) fn slice(full: &ResourceSlice) -> ResourceSlice {
     let mut slice = full.clone();
     slice.metadata = ObjectMeta {
@@ -73,7 +74,7 @@ fn trimmed(device: &Device) -> Device {
     }
 }
 
-/// A claim without what its template and its field managers wrote.
+/// A claim without labels, annotations and field managers.
 pub(super) fn claim(full: &ResourceClaim) -> ResourceClaim {
     ResourceClaim {
         metadata: metadata(&full.metadata),
@@ -89,7 +90,7 @@ pub(super) fn class(full: &DeviceClass) -> DeviceClass {
     class
 }
 
-/// What containers ask for.
+/// The containers' requests.
 fn asking(containers: &[Container]) -> Vec<Container> {
     let containers = containers.iter();
     containers
@@ -105,7 +106,7 @@ fn asking(containers: &[Container]) -> Vec<Container> {
         .collect()
 }
 
-/// Why a pod does not run.
+/// A pod, with the fields that say why it does not run.
 pub(super) fn pod(full: &Pod) -> Pod {
     let status = full.status.clone().unwrap_or_default();
     let waiting = |all: Option<Vec<ContainerStatus>>| {

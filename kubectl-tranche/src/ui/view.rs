@@ -1,4 +1,4 @@
-//! From what is known to the records of the page: pure.
+//! Makes the records of the page: pure.
 //!
 //! ```text
 //!  key          record
@@ -27,7 +27,7 @@ use super::store::{Dirty, Store};
 use crate::cost::Prices;
 use crate::model::Model;
 use crate::snapshot::Snapshot;
-use crate::usage::{self, Known};
+use crate::usage::{self, UsageResult};
 
 use gpu::{GpuSums, GpuView, NodeView};
 use summary::{NodeSums, Summary};
@@ -40,11 +40,11 @@ use waiting::PodView;
 pub struct Note {
     /// The line.
     pub text: String,
-    /// Whether nothing true can be shown without it.
+    /// Whether the page can show nothing true without it.
     pub is_obstacle: bool,
 }
 
-/// The records, and what they are made of.
+/// The records, and the state from which they are made.
 #[derive(Debug, Default)]
 pub struct Page {
     /// What the page shows.
@@ -52,7 +52,7 @@ pub struct Page {
     nodes: BTreeMap<String, Shown>,
 }
 
-/// What further records say of a node that is shown.
+/// A node that is shown, for the records beside its own.
 #[derive(Debug, Default)]
 struct Shown {
     sums: NodeSums,
@@ -60,12 +60,12 @@ struct Shown {
 }
 
 impl Page {
-    /// Takes in what changed. `dirty` is what [`Store::take_dirty`] told since the last call.
+    /// Updates the records. `dirty` is what [`Store::take_dirty`] returned since the last call.
     pub fn update(
         &mut self,
         store: &Store,
         dirty: &Dirty,
-        usage: &Known,
+        usage: &UsageResult,
         history: &History,
     ) -> Result<(), RecordError> {
         let common = store.common();
@@ -93,8 +93,13 @@ impl Page {
         self.used(dirty, usage, history)
     }
 
-    /// What is used now has a record of its own: it changes with each reading, and the last hour is much longer.
-    fn used(&mut self, dirty: &Dirty, usage: &Known, history: &History) -> Result<(), RecordError> {
+    /// The current use has a record of its own: it changes with each reading, and the last hour is much longer.
+    fn used(
+        &mut self,
+        dirty: &Dirty,
+        usage: &UsageResult,
+        history: &History,
+    ) -> Result<(), RecordError> {
         let nodes = &self.nodes;
         self.records
             .retain("use/", |name| usage.is_ok() && nodes.contains_key(name));
@@ -117,9 +122,9 @@ impl Page {
     }
 
     fn node(&mut self, name: &str, store: &Store, prices: &Prices) -> Result<(), RecordError> {
-        // The use changes all the time and has records of its own.
+        // The use changes often and has records of its own.
         let mut model = Model::new(&store.of_node(name), &Err(String::new()));
-        // A claim with devices of several nodes tells of the others, too.
+        // A claim with devices of several nodes names the others, too.
         model.nodes.retain(|node| node.name == name);
         let Some(node) = model.nodes.first() else {
             self.nodes.remove(name);
@@ -161,7 +166,7 @@ impl Page {
 
 fn notes(
     common: &Snapshot,
-    usage: &Known,
+    usage: &UsageResult,
     price_errors: impl Iterator<Item = String>,
 ) -> Vec<Note> {
     let obstacle = common.obstacle();
@@ -171,11 +176,11 @@ fn notes(
     });
     let others = price_errors
         .map(|error| format!("a price is not read: {error}"))
-        .chain(usage::notes(usage));
-    let others = others.map(|text| Note {
-        text,
-        is_obstacle: false,
-    });
+        .chain(usage::notes(usage))
+        .map(|text| Note {
+            text,
+            is_obstacle: false,
+        });
     gaps.chain(others).collect()
 }
 

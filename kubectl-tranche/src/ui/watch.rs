@@ -1,4 +1,4 @@
-//! Watches what the page shows, with the user's rights: all namespaces, or that of the context where the user may not more.
+//! Watches the objects that the page shows, with the user's rights: in all namespaces, or only in the context's namespace.
 
 use std::fmt::Debug;
 use std::time::Duration;
@@ -19,14 +19,14 @@ use super::store::{Change, Object};
 use crate::cluster::{Cluster, PRICES, gap, only_here};
 use crate::snapshot::{Cause, Resource, Scope};
 
-/// Objects in a page of a list. A slice is large, and a page of them is in memory at once.
+/// Objects in a page of a list. A whole page is in memory, and slices are large.
 const PAGE: u32 = 50;
-/// Seconds after which the API server ends a watch, which then goes on where it was. Nothing may come for longer than the client
-/// waits for an answer: where nothing changes, the API server sends a bookmark about once a minute.
+/// Seconds after which the API server ends a watch; the next one continues where it ended. Without changes the API server sends a
+/// bookmark only about once a minute, and the client does not wait that long for an answer.
 const WATCH: u32 = 40;
-/// Time until a watch that failed is tried again: rights may be granted, and a server comes back.
+/// Time until a failed watch is tried again: somebody may grant rights, or the server may return.
 const AGAIN: Duration = Duration::from_secs(5);
-/// Time between two readings of the prices, which nobody changes often.
+/// Time between two readings of the prices, which rarely change.
 const PRICES_AGAIN: Duration = Duration::from_mins(1);
 
 /// Starts all watches. They end when the receiver is dropped, or with the set.
@@ -35,7 +35,7 @@ pub(super) fn start(cluster: &Cluster, changes: &Sender<Change>) -> JoinSet<()> 
     let client = || cluster.client();
     let plain = || Config::default().page_size(PAGE).timeout(WATCH);
     let ours = format!("spec.driver={DRIVER}");
-    // Pods that run are in the claims' status.
+    // The claims' status names the pods that run.
     let pending = "status.phase=Pending";
     tasks.spawn(everywhere(
         Watched::new(Resource::GpuNodes, plain(), changes, |it| {
@@ -86,7 +86,7 @@ struct Watched<T> {
 
 /// Why a watch stopped.
 enum Stopped {
-    /// Nobody wants its changes.
+    /// The receiver was dropped.
     Unwanted,
     /// The API server refused or did not answer.
     Failed(kube::Error),
@@ -110,7 +110,7 @@ where
         }
     }
 
-    /// Follows a list until it fails in a way that a new watch of the same list does not heal.
+    /// Follows a list until an error that a new watch of the same list would not fix.
     async fn follow(&self, api: Api<T>, scope: &Scope) -> Stopped {
         let mut events = watcher(api, self.config.clone()).boxed();
         loop {
@@ -125,7 +125,7 @@ where
                     | watcher::Error::WatchStartFailed(error)
                     | watcher::Error::WatchFailed(error),
                 ) => return Stopped::Failed(error),
-                // The list is read anew: the watch was too old.
+                // The watch was too old; the watcher lists again.
                 Err(_) => continue,
             };
             if self.changes.send(change).await.is_err() {
@@ -134,7 +134,7 @@ where
         }
     }
 
-    /// Tells why it failed, and waits before the next try; `false` where nobody listens.
+    /// Reports the error, and waits before the next try; `false` if the receiver was dropped.
     async fn failed(&self, error: &kube::Error) -> bool {
         let told = self
             .changes
@@ -157,7 +157,7 @@ where
     }
 }
 
-/// Watches the objects of all namespaces, or those of one where the user may not watch more.
+/// Watches the objects of all namespaces, or those of the context's namespace if the user may not watch all.
 async fn where_allowed<T>(
     watched: Watched<T>,
     cluster: Cluster,
@@ -200,7 +200,7 @@ async fn where_allowed<T>(
     }
 }
 
-/// Reads the prices from time to time: a watch of one object would need a further right.
+/// Reads the prices from time to time: a watch would need another right.
 async fn prices(cluster: Cluster, changes: Sender<Change>) {
     let maps = Api::<ConfigMap>::namespaced(cluster.client(), &cluster.system);
     loop {
@@ -221,8 +221,8 @@ mod tests {
     use crate::cluster::ANSWER;
 
     #[test]
-    fn a_watch_on_which_nothing_happens_ends_before_the_client_takes_it_for_lost() {
-        // kube's watcher waits so much longer for the end.
+    fn an_idle_watch_ends_before_the_client_takes_it_for_lost() {
+        // kube's watcher waits this much longer for the end.
         let margin = 5;
         assert!(u64::from(WATCH) + margin < ANSWER.as_secs());
     }

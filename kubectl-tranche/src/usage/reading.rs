@@ -1,6 +1,6 @@
-//! What is read of the objects of `usage.gpu.tranche.dev`: the fields that are shown. A thousand nodes answer with 17 MB, most of
-//! which is said for others; as values of the API's own types a reading would take several times the time and the memory.
-//! A test compares these types with the API's.
+//! The fields of the objects of `usage.gpu.tranche.dev` that commands show. A thousand nodes answer with 17 MB, mostly other
+//! fields; with the API's own types, a reading would take several times the time and memory. A test compares these types with
+//! the API's.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
@@ -13,7 +13,7 @@ pub struct NodeReading {
     pub metadata: ObjectMeta,
     /// Absent if the node does not answer.
     pub gpus: Option<Vec<GpuReading>>,
-    /// Why it does not.
+    /// Why the node does not answer.
     pub problem: Option<String>,
 }
 
@@ -24,7 +24,7 @@ pub struct ClaimReading {
     pub metadata: ObjectMeta,
     #[serde(default)]
     pub devices: Vec<ShareReading>,
-    /// Why it, or a part of it, is not known.
+    /// Why the use, or a part of it, is not known.
     pub problem: Option<String>,
 }
 
@@ -32,18 +32,18 @@ pub struct ClaimReading {
 pub struct GpuReading {
     /// `GPU-…`.
     pub uuid: String,
-    /// Absent where NVML does not tell it.
+    /// Absent where NVML does not report it.
     pub memory: Option<Memory>,
     /// How busy it is.
     #[serde(default)]
     pub utilization: Time,
-    /// What claims hold of the GPU itself.
+    /// The claims' parts of the GPU itself.
     #[serde(default)]
     shares: Vec<ShareReading>,
     /// Its MIG instances.
     #[serde(default)]
     partitions: Vec<PartitionReading>,
-    /// Why NVML says nothing of it.
+    /// Why NVML does not report it.
     pub problem: Option<String>,
 }
 
@@ -59,7 +59,7 @@ struct PartitionReading {
 #[serde(rename_all = "camelCase")]
 pub struct ShareReading {
     pub claim: Claim,
-    /// The device's pool, which is its node's: the API leaves out what a node says of others' pools.
+    /// The device's pool, which is its node's: the API drops a node's reports about other nodes' pools.
     pub pool: String,
     pub device: String,
     /// The share, where claims share the device.
@@ -97,7 +97,7 @@ pub struct Claim {
 pub struct ShareMemory {
     /// Bytes in use.
     pub used: u64,
-    /// The most that was seen in use, where that is known.
+    /// The highest use that was measured, where that is known.
     pub peak: Option<Peak>,
 }
 
@@ -116,7 +116,7 @@ pub struct Time {
 }
 
 impl GpuReading {
-    /// What claims hold of the GPU itself and of its partitions.
+    /// The claims' parts of the GPU itself and of its partitions.
     pub fn all_shares(&self) -> impl Iterator<Item = &ShareReading> {
         let on_partitions = self.partitions.iter().flat_map(|it| &it.shares);
         self.shares.iter().chain(on_partitions)

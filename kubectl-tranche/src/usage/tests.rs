@@ -71,12 +71,13 @@ fn gpus_parts_and_pods_have_their_own_use() {
         }
     );
     // Containers of a pod are added up.
-    let pods = both.pods.iter();
-    let pods: Vec<_> = pods
+    let pods: Vec<_> = both
+        .pods
+        .iter()
         .map(|(pod, it)| (pod.as_str(), it.memory, it.time))
         .collect();
     assert_eq!(pods, [("one", 7, Some(1.5)), ("two", 5, None)]);
-    // What one pod has is its.
+    // A claim of one pod has no use by pod.
     assert!(usage.parts[&part("2", None)].pods.is_empty());
     assert!(notes(&Ok(usage)).is_empty());
 }

@@ -1,4 +1,4 @@
-//! Bad input is refused when it is written.
+//! The API server refuses invalid objects.
 
 use anyhow::{Context, ensure};
 use kube::api::{Api, ApiResource, DynamicObject, PostParams};

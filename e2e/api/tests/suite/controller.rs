@@ -1,4 +1,4 @@
-//! Two replicas of the controller, one of which writes.
+//! Two replicas of the controller; only the leader writes.
 
 use anyhow::Context;
 use k8s_openapi::api::coordination::v1::Lease;

@@ -1,4 +1,4 @@
-//! Every example gets what its README says of the scheduler. That it runs with it is the node's part: `e2e/tests/suite/examples.rs`.
+//! The scheduler allocates for each example what its README says. `e2e/tests/suite/examples.rs` checks that it runs on a node.
 
 use std::path::PathBuf;
 
@@ -17,11 +17,11 @@ use crate::support::{Allocated, allocated};
 struct Example {
     folder: &'static str,
     namespaces: &'static [&'static str],
-    /// What its pods have, in order.
+    /// The devices of its pods, in order.
     has: &'static [&'static str],
-    /// On how many GPUs.
+    /// The number of GPUs with these devices.
     gpus: usize,
-    /// The label of the nodes that its policy is for.
+    /// The label of the nodes to which its policy applies.
     label: Option<&'static str>,
 }
 
@@ -161,7 +161,7 @@ async fn placed(case: &Case, example: &Example) -> anyhow::Result<()> {
 }
 
 async fn gets_its_devices(case: &Case, example: &Example) -> anyhow::Result<()> {
-    // Two GPUs for each example, so that each is as its README says: on a cluster that nobody else uses.
+    // A node with two GPUs for each example, because the READMEs assume a cluster that nobody else uses.
     let node = case.unique(example.folder);
     case.hollow_node(&node).await?;
     if let Some(label) = example.label {

@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim};
 use kube::Api;
 use kube::api::{DeleteParams, PostParams};
 use kubectl_tranche::cluster::Cluster;
-use kubectl_tranche::explain::{self, Answer, Explanation};
+use kubectl_tranche::explain::{self, Conclusion, Explanation};
 use kubectl_tranche::model::Model;
 use kubectl_tranche::output::{self, Format};
 use serde_json::{Value, json};
@@ -18,13 +18,12 @@ use tranche_e2e::{Case, Namespace, Request, account, run_on_a_hollow_node, wait}
 
 use crate::support::read_controller;
 
-/// Nodes whose states are judged beside each other: most of a state's time is waiting.
+/// Nodes that are judged at the same time, because most of a state's time is waiting.
 const LANES: usize = 3;
-/// After a release of which it did not know, the scheduler tries again by itself after some seconds.
-/// The most pods that hold something: with more, hardly any fits.
+/// The most pods with devices: with more, hardly any other pod fits.
 const MOST_HOLDERS: usize = 24;
 
-/// States of a node in which a pod is judged: `TRANCHE_STATES`, or what a few seconds allow.
+/// The number of states of a node in which a pod is judged: `TRANCHE_STATES`, or as many as take a few seconds.
 fn states() -> anyhow::Result<usize> {
     let asked = std::env::var("TRANCHE_STATES");
     asked.map_or(Ok(60), |states| states.parse().context("TRANCHE_STATES"))
@@ -37,7 +36,7 @@ async fn explain(case: &Case, namespace: &Namespace, name: &str) -> anyhow::Resu
     Ok(explain::explain(&facts, &model))
 }
 
-/// With all nodes: other tests have theirs.
+/// The explanation in words, with all nodes, because other tests have nodes too.
 fn shown(explanation: &Explanation) -> anyhow::Result<String> {
     let text = output::text(explanation, Format::Wide)?;
     let mut plain = String::new();
@@ -71,7 +70,7 @@ impl Random {
     }
 }
 
-/// A pod with the claim of its name, for a node.
+/// A pod for a node, with the claim that has the pod's name.
 fn pod(name: &str, node: &str) -> Value {
     let mut pod = manifest(name, &[Source::Claim(name)], &["true"]);
     pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": node});
@@ -103,7 +102,7 @@ where
     Ok(())
 }
 
-/// A request of random kind and size.
+/// A request with a random kind and size.
 fn any_request(random: &mut Random) -> Value {
     let class = random.of(&[
         "capped",
@@ -226,7 +225,7 @@ fn it_agrees_with_the_scheduler_in_random_states() -> anyhow::Result<()> {
     })
 }
 
-/// Judges random states of a node of its own; returns how often the scheduler placed a pod, and did not.
+/// Judges random states of its own node. Returns how often the scheduler placed a pod, and how often it did not.
 async fn it_agrees(
     case: &Case,
     lane: usize,
@@ -249,8 +248,11 @@ async fn it_agrees(
         let spec = any_claim(&mut random);
         namespace.claim(&name, &spec).await?;
         let before = explain(case, &namespace, &format!("claim/{name}")).await?;
-        let judged = before.nodes.iter().find(|it| it.node == node);
-        let judged = judged.with_context(|| format!("{state}: {node} is not judged"))?;
+        let judged = before
+            .nodes
+            .iter()
+            .find(|it| it.node == node)
+            .with_context(|| format!("{state}: {node} is not judged"))?;
         let problem = &judged.problem;
         ensure!(problem.is_none(), "{state}: {problem:?} of {spec}");
         let fits = judged.has_devices;
@@ -259,7 +261,7 @@ async fn it_agrees(
             .pods()
             .create(&PostParams::default(), &pod)
             .await?;
-        // What was released a moment ago may reach the scheduler after the pod; it then tries again.
+        // The scheduler may see the pod before a recent release; it then tries again.
         let decided = wait::for_one(
             namespace.pods(),
             &name,
@@ -279,13 +281,13 @@ async fn it_agrees(
             "{state}: the scheduler placed it: {decided}; {spec}\n{}",
             shown(&before)?
         );
-        // It takes longer: whose release would help is searched.
+        // Not each time, because the search for releases takes longer.
         if number % 20 == 0 {
             let after = explain(case, &namespace, &name).await?;
             let expected = if decided {
-                Answer::Allocated
+                Conclusion::Allocated
             } else {
-                Answer::Waits
+                Conclusion::Waits
             };
             let agrees = after.verdict == expected;
             ensure!(agrees, "{state}: {}", shown(&after)?);
@@ -318,7 +320,7 @@ fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
             .await?;
         waiting.has_no_room().await?;
         let explanation = explain(case, &namespace, "waiting").await?;
-        ensure!(explanation.verdict == Answer::Waits, "{explanation:?}");
+        ensure!(explanation.verdict == Conclusion::Waits, "{explanation:?}");
         let text = shown(&explanation)?;
         let gpu = |uuid: &str| format!("gpu-{}", &uuid["GPU-".len()..][..8]);
         let claim = async |pod: &str| {
@@ -343,7 +345,7 @@ fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
         ] {
             ensure!(text.contains(&part), "{part:?} is not in\n{text}");
         }
-        // Its release is enough, as was said.
+        // The suggested release is enough.
         let release = explanation
             .would_fit_after
             .context("whose release helps")?
@@ -370,7 +372,7 @@ fn what_it_says_of_waiting_and_running_pods() -> anyhow::Result<()> {
 
 /// Such a pod has no claim before it has a node.
 #[test]
-fn a_pod_that_asks_for_a_resource_is_counted_and_explained_while_it_waits() -> anyhow::Result<()> {
+fn a_waiting_pod_with_a_resource_is_counted_and_explained() -> anyhow::Result<()> {
     run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("resource").await?;
         let (class, resource) = (
@@ -397,7 +399,7 @@ fn a_pod_that_asks_for_a_resource_is_counted_and_explained_while_it_waits() -> a
         let greedy = asking("greedy", count + 1).await?;
         greedy.unschedulable().await?;
         let explanation = explain(case, &namespace, "greedy").await?;
-        ensure!(explanation.verdict == Answer::Waits, "{explanation:?}");
+        ensure!(explanation.verdict == Conclusion::Waits, "{explanation:?}");
         let text = shown(&explanation)?;
         for part in [&class, &resource] {
             ensure!(text.contains(part), "{part} is not in\n{text}");

@@ -1,4 +1,4 @@
-//! `kubectl tranche` at an API server.
+//! `kubectl tranche` with an API server.
 
 use anyhow::{Context, ensure};
 use tranche_e2e::kubectl::tranche;
@@ -57,7 +57,7 @@ fn recommended_claims_are_accepted_by_the_api_server() -> anyhow::Result<()> {
             std::fs::remove_file(&file)?;
             applied.with_context(|| yaml.clone())?;
         }
-        // A pod gets what was recommended.
+        // A pod gets the recommended device.
         let manifest = tranche_e2e::namespace::Source::Template("capped");
         let pod = namespace
             .pod("works", &[manifest], &tranche_e2e::namespace::IDLE)

@@ -35,7 +35,7 @@ fn every_gpu_is_published_in_every_tier() -> anyhow::Result<()> {
             );
             devices.extend(slice.spec.devices.clone().unwrap_or_default());
         }
-        // An H100 has 25 of them; those of one profile differ by their memory slice.
+        // An H100 has 25 partitions; those of one profile differ in their memory slice.
         let is_partition = |device: &Device| {
             system::text(device, attribute::ISOLATION) == Some(Tier::Partition.as_str())
         };
@@ -113,8 +113,8 @@ fn a_deleted_slice_comes_back() -> anyhow::Result<()> {
         }
         // And all of them at once.
         let old = case.plugin().published().await?;
-        let ours = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
-        let ours = ListParams::default().fields(&ours);
+        let fields = format!("spec.driver={DRIVER},spec.nodeName={}", case.node.name());
+        let ours = ListParams::default().fields(&fields);
         api.delete_collection(&DeleteParams::default(), &ours)
             .await?;
         case.plugin()

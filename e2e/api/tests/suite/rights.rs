@@ -1,4 +1,4 @@
-//! A node's token can write only that node's objects; the usage API and the controller have no rights of each other.
+//! A node's token can write only that node's objects; the usage API and the controller share no rights.
 
 use anyhow::{Context, bail, ensure};
 use k8s_openapi::api::coordination::v1::Lease;
@@ -148,7 +148,7 @@ fn a_nodes_token_writes_no_slices_and_reads_no_secrets() -> anyhow::Result<()> {
 }
 
 #[test]
-fn the_usage_api_and_the_controller_have_no_rights_of_each_other() -> anyhow::Result<()> {
+fn the_usage_api_and_the_controller_share_no_rights() -> anyhow::Result<()> {
     run_on_a_hollow_node(async |case: &Case| {
         const AUTHORITIES: &str = "extension-apiserver-authentication";
         let list = ListParams::default().limit(1);

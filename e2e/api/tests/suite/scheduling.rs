@@ -1,4 +1,4 @@
-//! Which claims get a GPU, and which wait until when.
+//! Claims that get a GPU, and claims that wait for a release.
 
 use anyhow::ensure;
 use tranche_e2e::{Case, Request, run_on_a_hollow_node};
@@ -87,12 +87,12 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
         let hard = Request::class("hard.gpu.tranche.dev");
         let part = namespace.started("part", &hard).await?;
         let claim = serde_json::to_string(&part.claim().await?.status)?;
-        // The smallest that hardware isolates.
+        // The smallest device that hardware isolates.
         ensure!(claim.contains("-mig-1g10gb-"), "{claim}");
         namespace
             .started("share", &Request::capped("1Gi", "1"))
             .await?;
-        // One GPU has room for partitions, but not for one of this size; the other one for shares.
+        // One GPU has room for partitions, but not for one of this size; the other GPU has room for shares only.
         let large = hard.with_memory("70Gi");
         namespace.idle("waits", &large).await?.has_no_room().await?;
         Ok(())
@@ -100,7 +100,7 @@ fn a_claim_for_hardware_isolation_never_falls_back_to_software() -> anyhow::Resu
 }
 
 #[test]
-fn tiers_mix_on_a_node_and_an_exclusive_claim_waits_for_a_free_gpu() -> anyhow::Result<()> {
+fn tiers_mix_on_a_node_and_exclusive_waits_for_a_free_gpu() -> anyhow::Result<()> {
     run_on_a_hollow_node(async |case: &Case| {
         let namespace = case.namespace("mix").await?;
         let [one, two] = [case.gpus[0].uuid.as_str(), case.gpus[1].uuid.as_str()];

@@ -1,4 +1,4 @@
-//! What several tests need: what the scheduler allocated, what the controller counts.
+//! Helpers of several tests: the scheduler's allocations, the controller's metrics.
 
 use std::fmt;
 
@@ -13,7 +13,7 @@ use tranche_api::names::{attribute, capacity};
 use tranche_e2e::system::text;
 use tranche_e2e::{Case, Namespace, SYSTEM};
 
-/// Held by a test that kills the controller's leader, and by one that says how soon the leader repairs something.
+/// Locked by a test that kills the controller's leader, and by a test that measures how soon the leader repairs something.
 pub static LEADER: Mutex<()> = Mutex::const_new(());
 
 /// A device that a claim has.
@@ -23,7 +23,7 @@ pub struct Allocated {
     pub tier: String,
     /// The profile of a partition, or a share's memory.
     pub size: Option<String>,
-    /// The GPU that it is, or that it is a part of.
+    /// Its GPU.
     pub uuid: String,
 }
 
@@ -34,14 +34,14 @@ impl fmt::Display for Allocated {
     }
 }
 
-/// All that the claims of a namespace have, or those of one of its pods.
+/// The devices of the claims of a namespace, or of one of its pods.
 pub async fn allocated(
     case: &Case,
     namespace: &Namespace,
     pod: Option<&str>,
 ) -> anyhow::Result<Vec<Allocated>> {
-    let slices: Api<ResourceSlice> = Api::all(case.client.clone());
-    let slices = slices.list(&ListParams::default()).await?;
+    let api: Api<ResourceSlice> = Api::all(case.client.clone());
+    let slices = api.list(&ListParams::default()).await?;
     let mut allocated = Vec::new();
     for claim in namespace.claims().list(&ListParams::default()).await? {
         let status = claim.status.unwrap_or_default();
@@ -51,13 +51,14 @@ pub async fn allocated(
         }
         let results = status.allocation.and_then(|it| it.devices?.results);
         for result in results.into_iter().flatten() {
-            let devices = slices
+            let mut devices = slices
                 .items
                 .iter()
-                .filter(|it| it.spec.pool.name == result.pool);
-            let mut devices = devices.flat_map(|slice| slice.spec.devices.iter().flatten());
-            let device = devices.find(|device| device.name == result.device);
-            let device = device.with_context(|| format!("{} is not published", result.device))?;
+                .filter(|it| it.spec.pool.name == result.pool)
+                .flat_map(|slice| slice.spec.devices.iter().flatten());
+            let device = devices
+                .find(|device| device.name == result.device)
+                .with_context(|| format!("{} is not published", result.device))?;
             allocated.push(described(device, &result)?);
         }
     }
@@ -79,11 +80,11 @@ fn described(device: &Device, result: &DeviceRequestAllocationResult) -> anyhow:
     })
 }
 
-/// What the controller answers a reader of its metrics.
+/// The controller's response to a reader of its metrics.
 pub async fn read_controller(case: &Case, path: &str, token: &str) -> anyhow::Result<String> {
-    let pods: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+    let api: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
     let controllers = ListParams::default().labels("app.kubernetes.io/component=controller");
-    let pods = pods.list(&controllers).await?;
+    let pods = api.list(&controllers).await?;
     let running = pods
         .items
         .iter()

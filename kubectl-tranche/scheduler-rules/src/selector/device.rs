@@ -48,7 +48,7 @@ fn text(text: &str) -> Boxed {
     Box::new(CelString::from(text.to_owned()))
 }
 
-/// A name without a domain is of the driver's.
+/// A name without a domain has the driver's domain.
 fn add(domains: &mut HashMap<String, Entries>, driver: &str, name: &str, value: Boxed) {
     let (domain, name) = name.split_once('/').unwrap_or((driver, name));
     let names = domains.entry(domain.to_owned()).or_default();
@@ -86,7 +86,7 @@ fn attribute_value(attribute: &DeviceAttribute) -> Result<Boxed, String> {
     }
 }
 
-/// A map of domains to maps of names. A domain that is not in it selects an empty map.
+/// A map from domains to maps of names. A domain that it does not contain gives an empty map.
 #[derive(Clone, Debug)]
 struct Domains(Arc<(CelMap<'static>, CelMap<'static>)>);
 

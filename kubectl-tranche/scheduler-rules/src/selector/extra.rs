@@ -11,7 +11,7 @@ use tranche_api::Quantity;
 static QUANTITY: Type = Type::new_unspecified_type("kubernetes.Quantity");
 static SEMVER: Type = Type::new_unspecified_type("kubernetes.Semver");
 
-/// A type that has an order, for its functions: CEL's `<` does not know it.
+/// A type whose functions compare values: CEL's `<` does not know it.
 pub(super) trait Ordered {
     fn order(&self, other: &Self) -> Ordering;
 }

@@ -19,7 +19,7 @@ use tranche_api::quantity::{Overflow, ParseError};
 
 use super::extra::{Amount, Ordered, Semver};
 
-/// The function of errors of what the scheduler may have an answer for.
+/// The function name in errors of expressions for which the scheduler may have a result.
 pub(super) const UNJUDGED: &str = "unjudged";
 
 type Result<T> = std::result::Result<T, ExecutionError>;
@@ -102,7 +102,7 @@ fn quantity(text: &CelString<'_>) -> Result<Amount> {
         ParseError::Syntax { .. } | ParseError::Suffix { .. } => {
             ExecutionError::function_error("quantity", error)
         }
-        // Go rounds amounts that this program refuses.
+        // Go rounds such amounts; this program refuses them.
         ParseError::TooPrecise { .. } | ParseError::OutOfRange { .. } => {
             ExecutionError::function_error(UNJUDGED, error)
         }
@@ -201,7 +201,7 @@ fn part(part: u64) -> Result<CelInt> {
     part.map_err(|error| ExecutionError::function_error(UNJUDGED, error))
 }
 
-/// With `normalizes`: without a leading `v`, with `.0` for missing numbers, without leading zeros.
+/// With `normalizes`, removes a leading `v` and leading zeros, and adds `.0` for missing numbers.
 fn version(text: &str, normalizes: bool) -> std::result::Result<Version, String> {
     let parse = |text: &str| Version::parse(text).map_err(|error| error.to_string());
     if !normalizes {
@@ -228,7 +228,7 @@ fn without_zeros(part: &str) -> String {
     }
 }
 
-type Answer<'b, 'v> = Result<CowVal<'b, 'v>>;
+type CelResult<'b, 'v> = Result<CowVal<'b, 'v>>;
 
 fn list<'a, 'b, 'v>(arguments: &'a [CowVal<'b, 'v>]) -> Result<&'a [Box<dyn Val + 'v>]> {
     let list = arguments
@@ -243,7 +243,7 @@ fn order(a: &dyn Val, b: &dyn Val) -> Result<Ordering> {
     a.as_comparer().ok_or_else(unknown)?.compare(b)
 }
 
-fn sum<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn sum<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     let unknown = || ExecutionError::function_error(UNJUDGED, "the sum of such a list");
     let (first, rest) = list(&arguments)?.split_first().ok_or_else(unknown)?;
     let mut sum = first.clone();
@@ -254,15 +254,19 @@ fn sum<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
     Ok(CowVal::Owned(sum))
 }
 
-fn min<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn min<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     extreme("min", Ordering::Less, list(&arguments)?)
 }
 
-fn max<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn max<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     extreme("max", Ordering::Greater, list(&arguments)?)
 }
 
-fn extreme<'b, 'v>(function: &str, wanted: Ordering, list: &[Box<dyn Val + 'v>]) -> Answer<'b, 'v> {
+fn extreme<'b, 'v>(
+    function: &str,
+    wanted: Ordering,
+    list: &[Box<dyn Val + 'v>],
+) -> CelResult<'b, 'v> {
     let empty = || ExecutionError::function_error(function, "the list is empty");
     let (mut found, rest) = list.split_first().ok_or_else(empty)?;
     for value in rest {
@@ -273,7 +277,7 @@ fn extreme<'b, 'v>(function: &str, wanted: Ordering, list: &[Box<dyn Val + 'v>])
     Ok(CowVal::Owned(found.clone()))
 }
 
-fn is_sorted<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn is_sorted<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     let mut sorted = true;
     for pair in list(&arguments)?.windows(2) {
         sorted &= order(&*pair[0], &*pair[1])?.is_le();
@@ -287,12 +291,12 @@ fn position(arguments: &[CowVal<'_, '_>]) -> Result<Option<usize>> {
     Ok(values.position(|own| own.equals(wanted.as_ref())))
 }
 
-fn index_of<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn index_of<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     let position = position(&arguments)?.and_then(|it| i64::try_from(it).ok());
     Ok(CowVal::owned(CelInt::from(position.unwrap_or(-1))))
 }
 
-fn includes<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> Answer<'b, 'v> {
+fn includes<'b, 'v>(arguments: Vec<CowVal<'b, 'v>>) -> CelResult<'b, 'v> {
     Ok(CowVal::owned(CelBool::from(
         position(&arguments)?.is_some(),
     )))
@@ -318,7 +322,7 @@ fn intersects(a: &CelList<'_>, b: &CelList<'_>) -> CelBool {
     CelBool::from(b.inner().iter().any(|value| has(a, &**value)))
 }
 
-/// `cel.bind(name, value, body)`: a loop over nothing, whose result is the body.
+/// `cel.bind(name, value, body)`: a loop over nothing that results in the body.
 fn bind(
     helper: &mut MacroExprHelper<'_>,
     target: &mut Option<IdedExpr>,

@@ -1,4 +1,4 @@
-//! Selectors that the comparison with the scheduler does not reach: what is not known ends without a verdict.
+//! Selectors that the comparison with the scheduler does not reach: an unknown function ends without a verdict.
 
 use k8s_openapi::api::resource::v1::Device;
 use serde_json::json;
@@ -37,7 +37,7 @@ fn selectors_of_our_documents_are_evaluated() {
 }
 
 #[test]
-fn a_missing_attribute_is_an_error_unless_the_other_side_decides() {
+fn a_missing_attribute_is_an_error_unless_it_cannot_matter() {
     let missing = r#"device.attributes["gpu.tranche.dev"].profile == "1g.10gb""#;
     let fault = accept(missing).unwrap_err();
     assert_eq!(fault, Fault::Runtime("No such key: profile".to_owned()));
@@ -62,7 +62,7 @@ fn what_is_not_known_is_not_judged() {
             "{expression}: {fault:?}"
         );
     }
-    // It might have decided.
+    // The unknown term might have decided the result.
     let both =
         r#"device.attributes["gpu.tranche.dev"].profile == "" || ip("10.0.0.1").family() == 4"#;
     assert!(matches!(accept(both), Err(Fault::Unjudged(_))));

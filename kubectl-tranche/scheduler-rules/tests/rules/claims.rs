@@ -71,7 +71,7 @@ const SELECTORS: [&str; 36] = [
 const AMOUNTS: [&str; 10] = ["0", "1", "2", "3", "4", "5", "7", "1500m", "250m", "12"];
 
 impl Pod {
-    /// Its claims, the `number`-th of the story.
+    /// The claims of the story's pod with this number.
     pub fn claims(&self, number: usize) -> Vec<Value> {
         let claims = self.0.iter().enumerate();
         claims

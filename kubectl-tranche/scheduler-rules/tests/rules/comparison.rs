@@ -1,4 +1,4 @@
-//! Whether the rules say what the scheduler's allocator does.
+//! Compares the rules' verdict with what the scheduler's allocator does.
 
 use std::collections::BTreeMap;
 
@@ -33,9 +33,11 @@ fn same_devices(results: &[AllocationResult], granted: &[Vec<Granted>]) -> Resul
         return Ok(false);
     }
     for (result, granted) in results.iter().zip(granted) {
-        let devices = result.devices.as_ref();
-        let devices = devices.and_then(|devices| devices.results.as_deref());
-        let devices = devices.unwrap_or_default();
+        let devices = result
+            .devices
+            .as_ref()
+            .and_then(|devices| devices.results.as_deref())
+            .unwrap_or_default();
         if devices.len() != granted.len() {
             return Ok(false);
         }
@@ -56,10 +58,13 @@ fn same_devices(results: &[AllocationResult], granted: &[Vec<Granted>]) -> Resul
 }
 
 fn consumed(device: &DeviceRequestAllocationResult) -> Result<BTreeMap<String, Quantity>, String> {
-    let consumed = device.consumed_capacity.iter().flatten();
-    let consumed = consumed.map(|(name, amount)| {
-        let amount = Quantity::try_from(amount).map_err(|error| error.to_string())?;
-        Ok((name.clone(), amount))
-    });
+    let consumed = device
+        .consumed_capacity
+        .iter()
+        .flatten()
+        .map(|(name, amount)| {
+            let amount = Quantity::try_from(amount).map_err(|error| error.to_string())?;
+            Ok((name.clone(), amount))
+        });
     consumed.collect()
 }

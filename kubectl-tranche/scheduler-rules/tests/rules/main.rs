@@ -87,7 +87,7 @@ fn labels() -> BTreeMap<String, String> {
 
 type Story = (Vec<Value>, Vec<Event>);
 
-/// What is published at first, and at most so many events.
+/// The slices that are published first, and at most `longest` events.
 fn any_story<S>(
     slices: fn() -> S,
     pod: impl Strategy<Value = Pod>,
@@ -209,8 +209,8 @@ fn story_of_any_driver() -> impl Strategy<Value = Story> {
 #[test]
 fn the_rules_allocate_as_the_scheduler_does() {
     let stories = 500 * tranche_allocator_oracle::stories_factor();
-    let count = run(stories, &classes(), story_of_any_driver(), |_| {}, 2_000);
-    let count = count.unwrap_or_else(|failure| panic!("{failure}"));
+    let count = run(stories, &classes(), story_of_any_driver(), |_| {}, 2_000)
+        .unwrap_or_else(|failure| panic!("{failure}"));
     println!("{stories} stories: {count:?}");
     // Each outcome happened in many stories.
     assert!(count.allocated > stories, "{count:?}");
@@ -222,8 +222,8 @@ fn the_rules_allocate_as_the_scheduler_does() {
 fn the_rules_allocate_as_the_scheduler_does_on_slices_of_ours() {
     let stories = 150 * tranche_allocator_oracle::stories_factor();
     let story = any_story(ours::any_slices, ours::any_pod(), 20);
-    let count = run(stories, &ours::classes(), story, |_| {}, 500);
-    let count = count.unwrap_or_else(|failure| panic!("{failure}"));
+    let count = run(stories, &ours::classes(), story, |_| {}, 500)
+        .unwrap_or_else(|failure| panic!("{failure}"));
     println!("{stories} stories: {count:?}");
     assert!(
         count.allocated > stories && 2 * count.pending > stories,
@@ -231,7 +231,7 @@ fn the_rules_allocate_as_the_scheduler_does_on_slices_of_ours() {
     );
 }
 
-/// A rule that is made to break: what the rules are given differs from what the scheduler is given.
+/// Breaks each rule on purpose: the rules get other slices than the scheduler.
 #[test]
 fn a_broken_rule_is_noticed() {
     let faults: [fn(&mut ResourceSlice); 6] = [

@@ -54,7 +54,7 @@ fn gpu(slot: usize) -> Gpu {
     }))
 }
 
-/// The slices of a node, with another number of GPUs and another policy each time.
+/// The slices of a node with a random number of GPUs and a random policy.
 pub fn any_slices() -> impl Strategy<Value = Vec<Value>> {
     let policy = (
         // The policy keeps memory free for the contexts of 4.
@@ -117,7 +117,7 @@ fn any_ask() -> impl Strategy<Value = Ask> {
         amount(&["1", "10", "25", "60"]),
     )
         .prop_map(|(class, selector, count, memory, cores)| {
-            // Whole GPUs and timeshared shares have no capacity of that name that may be asked for.
+            // Whole GPUs and timeshared shares have no capacity of that name that a claim may request.
             let sized = !class.starts_with("timeshared");
             Ask {
                 class,

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// The slices of a cluster: of up to three pools.
+/// The slices of a cluster with up to three pools.
 pub fn any_slices() -> impl Strategy<Value = Vec<Value>> {
     let pools = (
         any_pool("a.example.com", "node-a/one"),
@@ -17,7 +17,7 @@ pub fn any_slices() -> impl Strategy<Value = Vec<Value>> {
     })
 }
 
-/// How a pool deviates from a whole one.
+/// How a pool differs from a complete one.
 #[derive(Clone, Copy, Debug)]
 enum State {
     Whole,
@@ -49,13 +49,16 @@ fn any_pool(driver: &'static str, pool: &'static str) -> impl Strategy<Value = V
             let mut specs: Vec<Value> = Vec::new();
             if !counters.is_empty() {
                 let sets = counters.iter().enumerate().map(|(number, counters)| {
-                    let values = counters.iter().enumerate().filter_map(|(number, value)| {
-                        Some((
-                            format!("c{number}"),
-                            json!({"value": value.as_ref()?.to_string()}),
-                        ))
-                    });
-                    let mut values: serde_json::Map<String, Value> = values.collect();
+                    let mut values: serde_json::Map<String, Value> = counters
+                        .iter()
+                        .enumerate()
+                        .filter_map(|(number, value)| {
+                            Some((
+                                format!("c{number}"),
+                                json!({"value": value.as_ref()?.to_string()}),
+                            ))
+                        })
+                        .collect();
                     if values.is_empty() {
                         values.insert("c0".to_owned(), json!({"value": "4"}));
                     }
@@ -74,10 +77,10 @@ fn any_pool(driver: &'static str, pool: &'static str) -> impl Strategy<Value = V
                 });
                 let mut spec = json!({"devices": devices.collect::<Vec<_>>()});
                 match place {
-                    Place::Node(name) => spec["nodeName"] = json!(name),
-                    Place::All => spec["allNodes"] = json!(true),
-                    Place::Zone(zone) => spec["nodeSelector"] = selector(zone),
-                    Place::ByDevice => spec["perDeviceNodeSelection"] = json!(true),
+                    NodeChoice::Node(name) => spec["nodeName"] = json!(name),
+                    NodeChoice::All => spec["allNodes"] = json!(true),
+                    NodeChoice::Zone(zone) => spec["nodeSelector"] = selector(zone),
+                    NodeChoice::ByDevice => spec["perDeviceNodeSelection"] = json!(true),
                 }
                 // Names are unique in a slice.
                 let mut names = std::collections::BTreeSet::new();
@@ -112,21 +115,21 @@ fn any_pool(driver: &'static str, pool: &'static str) -> impl Strategy<Value = V
 
 /// For which nodes a slice is.
 #[derive(Clone, Copy, Debug)]
-enum Place {
+enum NodeChoice {
     Node(&'static str),
     All,
     Zone(&'static str),
     ByDevice,
 }
 
-fn any_place() -> impl Strategy<Value = Place> {
+fn any_place() -> impl Strategy<Value = NodeChoice> {
     prop_oneof![
-        10 => Just(Place::Node("node-a")),
-        1 => Just(Place::Node("node-b")),
-        2 => Just(Place::All),
-        1 => Just(Place::Zone("1")),
-        1 => Just(Place::Zone("2")),
-        2 => Just(Place::ByDevice),
+        10 => Just(NodeChoice::Node("node-a")),
+        1 => Just(NodeChoice::Node("node-b")),
+        2 => Just(NodeChoice::All),
+        1 => Just(NodeChoice::Zone("1")),
+        1 => Just(NodeChoice::Zone("2")),
+        2 => Just(NodeChoice::ByDevice),
     ]
 }
 
@@ -188,10 +191,11 @@ impl Policy {
                 json!({"default": least.to_string(), "validRange": range})
             }
             Self::Values => {
-                let mut values: Vec<u64> = [1, 3, 4].into_iter().filter(|it| *it < value).collect();
-                values.push(value);
-                let default = values[0].to_string();
-                let values: Vec<String> = values.iter().map(u64::to_string).collect();
+                let mut amounts: Vec<u64> =
+                    [1, 3, 4].into_iter().filter(|it| *it < value).collect();
+                amounts.push(value);
+                let default = amounts[0].to_string();
+                let values: Vec<String> = amounts.iter().map(u64::to_string).collect();
                 json!({"default": default, "validValues": values})
             }
             Self::Fraction => json!({
@@ -202,7 +206,7 @@ impl Policy {
 }
 
 impl Device {
-    fn object(&self, number: usize, place: Place, has_counters: bool) -> Value {
+    fn object(&self, number: usize, place: NodeChoice, has_counters: bool) -> Value {
         let mut attributes = serde_json::Map::new();
         let mut attribute = |name: &str, value: Option<Value>| {
             value.map(|value| attributes.insert(name.to_owned(), value));
@@ -232,22 +236,25 @@ impl Device {
         if self.shareable {
             device["allowMultipleAllocations"] = json!(true);
         }
-        let counters = self
+        let counters: Vec<Value> = self
             .counters
             .iter()
             .enumerate()
-            .filter_map(|(set, counters)| {
-                let counters = counters.iter().enumerate().filter_map(|(number, amount)| {
-                    Some((
-                        format!("c{number}"),
-                        json!({"value": amount.as_ref()?.to_string()}),
-                    ))
-                });
-                let counters: serde_json::Map<String, Value> = counters.collect();
+            .filter_map(|(set, amounts)| {
+                let counters: serde_json::Map<String, Value> = amounts
+                    .iter()
+                    .enumerate()
+                    .filter_map(|(number, amount)| {
+                        Some((
+                            format!("c{number}"),
+                            json!({"value": amount.as_ref()?.to_string()}),
+                        ))
+                    })
+                    .collect();
                 let some = !counters.is_empty();
                 some.then(|| json!({"counterSet": format!("set-{set}"), "counters": counters}))
-            });
-        let counters: Vec<Value> = counters.collect();
+            })
+            .collect();
         if has_counters && !counters.is_empty() {
             device["consumesCounters"] = json!(counters);
         }
@@ -259,7 +266,7 @@ impl Device {
             device["bindingFailureConditions"] = json!(["failed"]);
             device["bindsToNode"] = json!(true);
         }
-        if matches!(place, Place::ByDevice) {
+        if matches!(place, NodeChoice::ByDevice) {
             match number % 3 {
                 0 => device["allNodes"] = json!(true),
                 1 => device["nodeName"] = json!(if self.elsewhere { "node-b" } else { "node-a" }),

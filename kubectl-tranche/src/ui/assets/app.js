@@ -1,11 +1,11 @@
-// Wires the page: records come in, the map and what stands beside it are drawn.
+// Connects the parts of the page: it receives records, and draws the map and the details beside it.
 
 import { makeMap } from './map.js';
 import { age, showCost, showDetails, showWaiting } from './rail.js';
 import { connect, element, mark } from './state.js';
 
 const byId = (id) => document.getElementById(id);
-// The token is in a cookie now, and does not belong into the history.
+// The token is now in a cookie, and must not stay in the browser's history.
 history.replaceState(null, '', '/');
 
 let records = new Map();
@@ -25,7 +25,7 @@ function details() {
   showDetails(byId('details'), shown.node, shown.gpu, { use, hour, unknown: unknownUse() }, map.close);
 }
 
-/** Why the use is not known; null where it is. */
+/** Why the use is not known; null where it is known. */
 function unknownUse() {
   return (records.get('notes') ?? []).find((note) => note.text.startsWith('usage '))?.text ?? null;
 }
@@ -56,8 +56,8 @@ function showSummary(summary, waiting) {
 }
 
 /**
- * A button for each tier that a GPU serves, and for the pressed one, which must stay to be pressed again. A button stays the same
- * element: a press of it is not lost to a change of the numbers.
+ * A button for each tier that a GPU serves, and for the pressed one, so that it can be pressed again. A button stays the same
+ * element, so that a change of the numbers does not lose a press.
  */
 function showTiers(summary) {
   const tiers = Object.entries({ ...summary.tiers, free: summary.freeGpus, closed: summary.closedGpus });

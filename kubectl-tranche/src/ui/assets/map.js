@@ -1,30 +1,30 @@
 // The map: a section for each node, a tile for each GPU. Only nodes near the visible part have tiles.
 //
-// Sections are in batches. A browser that scrolls looks at everything that is observed and lays out all siblings of what changes:
-// of a thousand sections that would take most of a frame.
+// Sections are in batches. While it scrolls, a browser checks all observed elements and lays out all siblings of a changed one, which
+// would take most of a frame for a thousand sections.
 
 import { element, mark, who } from './state.js';
 
-/** Tenants with a line of their own in a tile. */
+/** The most tenants with their own line in a tile. */
 const LINES = 3;
-/** Nodes above which a tile counts its tenants and does not name them. */
+/** With more nodes than this, a tile shows only the number of its tenants. */
 const MANY = 40;
 /** Sections in a batch. */
 const BATCH = 25;
 /** The height of a section that was never filled. */
 const HEIGHT = '174px';
 
-/** A map in `root`. `onSelect` gets the node's name and the GPU, or null. */
+/** Makes a map in `root`. `onSelect` gets the node's name and the GPU, or null. */
 export function makeMap(root, onSelect) {
-  /** By node: its section, its record, its tiles by UUID. */
+  /** The section, the record and the tiles by UUID of each node. */
   const nodes = new Map();
   let records = new Map();
   let filter = { words: [], tier: null };
   let isMany = false;
-  /** The GPU that Tab goes to, and the one whose details are shown. */
+  /** The GPU that Tab reaches, and the one whose details are shown. */
   let current = null;
   let selected = null;
-  /** The tile that Tab goes to. */
+  /** The tile that Tab reaches. */
   let reached = null;
 
   const near = new IntersectionObserver((entries) => {
@@ -40,7 +40,7 @@ export function makeMap(root, onSelect) {
     }
   }, { rootMargin: '2400px 0px' });
 
-  /** Looks at a section only while its batch is near. */
+  /** Observes a section only while its batch is near the visible part. */
   function observe(section) {
     if (section.parentElement.isNear) near.observe(section);
     else near.unobserve(section);
@@ -67,7 +67,7 @@ export function makeMap(root, onSelect) {
     if (focused) keepFocus();
   }
 
-  /** Puts the focus back to its GPU where the GPU's section was moved, and to the nearest one where the GPU went or is hidden. */
+  /** Restores the focus: to its GPU if the GPU's section was moved, or to the nearest GPU if it is gone or hidden. */
   function keepFocus() {
     const tile = button(current);
     if (tile && tile === document.activeElement) return;
@@ -77,7 +77,7 @@ export function makeMap(root, onSelect) {
     else root.focus();
   }
 
-  /** Takes a node's record in; whether the node is new. */
+  /** Sets a node's record; returns whether the node is new. */
   function set(name, record) {
     let node = nodes.get(name);
     const isNew = !node;
@@ -103,7 +103,7 @@ export function makeMap(root, onSelect) {
     return isNew;
   }
 
-  /** Takes a node away; whether it was there. */
+  /** Removes a node; returns whether it existed. */
   function remove(name) {
     const node = nodes.get(name);
     if (!node) return false;
@@ -114,7 +114,7 @@ export function makeMap(root, onSelect) {
     return true;
   }
 
-  /** Puts the sections into the order of their names, and as many into each batch as it should have. */
+  /** Sorts the sections by name, and divides them into batches. */
   function arrange() {
     const order = [...nodes.keys()].sort(compare);
     for (const [nth, name] of order.entries()) {
@@ -141,7 +141,7 @@ export function makeMap(root, onSelect) {
     return batch;
   }
 
-  /** Fills a node's section, or empties it and keeps its height, which the caller knows: to ask for it would lay the page out. */
+  /** Fills a node's section, or empties it and keeps its height. The caller passes the height, because reading it lays out the page. */
   function show(node, isShown, height) {
     if (node.isShown === isShown) return;
     const hasFocus = node.section.contains(document.activeElement);
@@ -151,7 +151,7 @@ export function makeMap(root, onSelect) {
       node.section.style.minHeight = '';
       draw(node);
     } else {
-      // What the filter hides has no height.
+      // A section that the filter hides has no height.
       node.section.style.minHeight = height ? `${height}px` : HEIGHT;
       node.grid.replaceChildren();
       node.tiles.clear();
@@ -189,7 +189,7 @@ export function makeMap(root, onSelect) {
     rove();
   }
 
-  /** Shows what the filter lets through; returns how many GPUs that are. */
+  /** Shows the GPUs that pass the filter; returns their number. */
   function apply() {
     let count = 0;
     for (const node of nodes.values()) {
@@ -210,7 +210,7 @@ export function makeMap(root, onSelect) {
       && filter.words.every((word) => searched.includes(word));
   }
 
-  /** The GPUs that the filter lets through, in order. */
+  /** The GPUs that pass the filter, in order. */
   function* order() {
     for (const node of nodes.values()) {
       for (const [nth, gpu] of node.record.gpus.entries()) {
@@ -219,7 +219,7 @@ export function makeMap(root, onSelect) {
     }
   }
 
-  /** One tile is reached by Tab: the current one, or the first. */
+  /** Makes Tab reach one tile: the current one, or the first. */
   function rove() {
     const wanted = button(current) ?? firstButton();
     if (wanted === reached) return;
@@ -228,7 +228,7 @@ export function makeMap(root, onSelect) {
     reached = wanted;
   }
 
-  /** The tile of a GPU, if it is drawn and the filter lets it through. */
+  /** The tile of a GPU, if it is drawn and passes the filter. */
   function button(place) {
     const tile = place && nodes.get(place.node)?.tiles.get(place.uuid);
     return tile && !tile.item.hidden ? tile.button : null;
@@ -242,7 +242,7 @@ export function makeMap(root, onSelect) {
     return null;
   }
 
-  /** Makes a tile the one that Tab goes to. */
+  /** Makes a tile the one that Tab reaches. */
   function reach(tile) {
     current = { node: tile.dataset.node, uuid: tile.dataset.uuid };
     rove();
@@ -319,15 +319,15 @@ export function makeMap(root, onSelect) {
   });
 
   return {
-    /** Takes records in; call `filter` afterwards. */
+    /** Sets records; call `filter` afterwards. */
     update,
-    /** Ends the details, and goes back to their GPU. */
+    /** Closes the details, and moves the focus back to their GPU. */
     close() {
       const was = selected;
       select(null);
       if (was) focus(was);
     },
-    /** Shows only GPUs with all words and of the tier, null for any; returns how many these are. */
+    /** Shows only GPUs with all words and of the tier, or of any tier if it is null; returns their number. */
     filter(wanted) {
       filter = { ...filter, ...wanted };
       return apply();
@@ -346,7 +346,7 @@ function split(key) {
   return slash < 0 ? [key, ''] : [key.slice(0, slash), key.slice(slash + 1)];
 }
 
-/** What a search looks at. */
+/** The text in which a search looks. */
 function text(node, gpu) {
   const tenants = gpu.tenants.flatMap((it) => [it.namespace, it.claim, `${it.namespace}/${it.claim}`, it.device, it.mig ?? '',
     ...it.pods.map((pod) => `${it.namespace}/${pod}`)]);
@@ -359,7 +359,7 @@ function about(record) {
   return [...counted, record.driver && `driver ${record.driver}`].filter(Boolean).join(' · ');
 }
 
-/** What a tile shows: the bar, and its facts in words. */
+/** The content of a tile: the bar, and its facts in words. */
 function face(gpu, use, isMany) {
   const named = isMany ? [] : gpu.tenants.slice(0, LINES);
   const lines = named.map((tenant) => element('span', { class: 'line' },

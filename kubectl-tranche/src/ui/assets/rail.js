@@ -1,14 +1,14 @@
-// Beside the map: a GPU's details, the pods that wait, what it costs.
+// The part beside the map: a GPU's details, the pods that wait, the cost.
 
 import { element, mark } from './state.js';
 
-/** Waiting pods with an entry of their own. */
+/** The most waiting pods with their own entry. */
 const PODS = 50;
 /** Minutes of the curves. */
 const HOUR = 60;
 const SVG = 'http://www.w3.org/2000/svg';
 
-/** A GPU's details. `use` is that of its node, `hour` its own, `unknown` says why there is none. */
+/** A GPU's details. `use` is its node's use, `hour` the GPU's last hour; `unknown` says why they are missing. */
 export function showDetails(root, node, gpu, { use, hour, unknown }, onClose) {
   const hadFocus = root.contains(document.activeElement);
   root.hidden = !gpu;
@@ -64,14 +64,14 @@ function holder(tenant, used) {
     element('p', { class: 'id' }, tenant.mig ?? tenant.device));
 }
 
-/** The time that the curves cover: an hour, or what has passed since the page's program was started. */
+/** The time that the curves cover: an hour, or the time since the command was started. */
 function span(hour) {
   const minutes = hour?.memory.length ?? HOUR;
   if (minutes >= HOUR) return 'Last hour';
   return minutes === 1 ? 'Last minute' : `Last ${minutes} minutes`;
 }
 
-/** Two lines, and what they say in words. */
+/** Two curves, and the same in words. */
 function lastHour(hour, unknown) {
   const lines = [['time', 'busy'], ['memory', 'memory']].filter(([key]) => hour?.[key].some((it) => it !== null));
   if (!lines.length) return [element('p', { class: 'faint' }, unknown ?? 'no reading of this GPU yet')];
@@ -110,7 +110,7 @@ function path(values) {
   }).join('');
 }
 
-/** The pods that wait, the longest waiting first. Returns how many there are. */
+/** Shows the pods that wait, the longest waiting first; returns their number. */
 export function showWaiting(root, records) {
   const pods = [...records].filter(([key]) => key.startsWith('pod/')).map(([, pod]) => pod);
   pods.sort((a, b) => (a.since ?? '').localeCompare(b.since ?? '') || a.name.localeCompare(b.name));
@@ -134,7 +134,7 @@ export function age(since) {
   return `${Math.floor(seconds / 86_400)} d`;
 }
 
-/** Who pays what, and what is left. */
+/** What namespaces pay, and what is left. */
 export function showCost(root, summary) {
   const row = (name, gpus, cost, kind) => element('tr', { class: kind },
     element('th', { scope: 'row' }, name), element('td', { class: 'number' }, gpus.toFixed(2)), element('td', { class: 'number' }, cost));

@@ -1,6 +1,6 @@
-// The records that the server sent: all of them, then what changes. A record is what the page shows of one thing, by key.
+// The records that the server sends: first all records, then changes. A record has a key and the content of one thing on the page.
 
-/** Time without a word from the server after which the connection counts as lost, in milliseconds. */
+/** Milliseconds without a message from the server after which the connection counts as lost. */
 const SILENCE = 15_000;
 
 /**
@@ -37,7 +37,7 @@ export function connect(onRecords, onState) {
   function open() {
     source?.close();
     source = new EventSource('/events');
-    // A new stream begins with all records: those that are not among them are gone.
+    // A new stream begins with all records; other records are gone.
     source.addEventListener('state', (event) => {
       const message = JSON.parse(event.data);
       message.gone = [...records.keys()].filter((key) => !(key in message.records));
@@ -45,7 +45,7 @@ export function connect(onRecords, onState) {
     });
     source.addEventListener('delta', (event) => {
       const message = JSON.parse(event.data);
-      // A change was missed: begin anew.
+      // A change was missed: start again.
       if (message.since !== seq) open();
       else take(message, message.set);
     });
@@ -73,12 +73,12 @@ export function element(name, attributes, ...children) {
   return made;
 }
 
-/** A tier's mark: its colour and its pattern. Its name stands beside it. */
+/** A tier's mark: its colour and its pattern. Its name is beside it. */
 export function mark(tier) {
   return element('span', { class: `mark tier-${tier ?? 'free'}`, 'aria-hidden': 'true' });
 }
 
-/** Who a tenant is: its pods, or its claim. */
+/** The name of a tenant: its pods, or its claim. */
 export function who(tenant) {
   const [first, ...others] = tenant.pods;
   const name = first ?? tenant.claim;

@@ -1,4 +1,4 @@
-//! What the server answers, and to whom.
+//! Which requests the server answers, and how.
 
 use axum::body::{Body, to_bytes};
 use axum::http::Request;
@@ -34,7 +34,7 @@ fn request(path: &str, cookie: &str) -> Request<Body> {
 const COOKIE: &str = "tranche-ui-8080=secret";
 
 #[tokio::test]
-async fn every_file_that_the_page_names_is_served_and_nothing_from_elsewhere_is_allowed() {
+async fn files_of_the_page_are_served_and_other_origins_are_forbidden() {
     let (router, _sender) = served(published(1, &[]));
     let answer = router
         .clone()
@@ -54,8 +54,8 @@ async fn every_file_that_the_page_names_is_served_and_nothing_from_elsewhere_is_
             .unwrap()
             .starts_with("default-src 'self'")
     );
-    let page = to_bytes(answer.into_body(), 1 << 20).await.unwrap();
-    let page = String::from_utf8(page.to_vec()).unwrap();
+    let body = to_bytes(answer.into_body(), 1 << 20).await.unwrap();
+    let page = String::from_utf8(body.to_vec()).unwrap();
     let scripts = [
         include_str!("../assets/app.js"),
         include_str!("../assets/map.js"),
@@ -79,7 +79,7 @@ async fn every_file_that_the_page_names_is_served_and_nothing_from_elsewhere_is_
             .unwrap();
         assert_eq!(answer.status(), StatusCode::OK, "{path}");
     }
-    // The icon names its namespace.
+    // Only the icon may name a URL, its XML namespace.
     assert!(!page.contains("http") && !scripts.contains("https://"));
 }
 
@@ -103,7 +103,7 @@ async fn a_stream_begins_with_everything_and_goes_on_with_differences() {
         String::from_utf8_lossy(&first),
         "event: state\ndata: {\"seq\":7,\"records\":{\"node/a\":\"a\",\"node/b\":\"b\"}}\n\n"
     );
-    // Two changes before the page reads are one for it.
+    // The page gets two changes as one if it has not read the first.
     sender.send_replace(published(8, &["a"]));
     sender.send_replace(published(9, &["a", "c"]));
     let second = events.next().await.unwrap().unwrap();

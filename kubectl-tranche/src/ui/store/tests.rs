@@ -1,4 +1,4 @@
-//! What the page shows is what the model says of everything, however the objects came in.
+//! The page shows what the model of all objects shows, however the objects arrived.
 
 use proptest::prelude::*;
 use serde_json::json;
@@ -10,7 +10,7 @@ use crate::testing::{World, object, share, uuid, whole};
 /// Claims of the cluster of [`World::new`] that do not contradict each other.
 const POSSIBLE: usize = 7;
 
-/// The world with those claims of [`POSSIBLE`] that are wanted.
+/// A world with those of the [`POSSIBLE`] claims that `wanted` selects.
 fn world(wanted: &[bool]) -> World {
     let mut world = World::new();
     let divided = "gpu-a0000001";
@@ -76,7 +76,7 @@ fn list(store: &mut Store, world: &World) {
     }
 }
 
-/// What the store says of its nodes, each looked at alone.
+/// The model of each node of the store, built from that node's objects alone.
 fn nodes(store: &Store) -> Vec<model::Node> {
     let names = store.nodes();
     let nodes = names.iter().flat_map(|name| {
@@ -94,7 +94,7 @@ fn whole_model(world: &World) -> Model {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(32))]
     #[test]
-    fn nodes_looked_at_alone_and_without_what_is_trimmed_are_those_of_the_whole_model(
+    fn trimmed_nodes_read_alone_equal_those_of_the_whole_model(
         before in prop::collection::vec(any::<bool>(), POSSIBLE),
         after in prop::collection::vec(any::<bool>(), POSSIBLE),
     ) {
@@ -104,7 +104,7 @@ proptest! {
         prop_assert_eq!(nodes(&store), whole_model(&before).nodes);
         store.take_dirty();
         let old = nodes(&store);
-        // The same by single changes, and by a list that is read anew.
+        // The same by single changes, and by a new list.
         for claim in &before.claims {
             if !after.claims.contains(claim) {
                 store.apply(Change::Gone(Object::Claim(Box::new(claim.clone()))));
@@ -114,7 +114,7 @@ proptest! {
             store.apply(Change::Set(Object::Claim(Box::new(claim.clone()))));
         }
         prop_assert_eq!(nodes(&store), whole_model(&after).nodes);
-        // Nodes that nobody said to look at again look as they did.
+        // Nodes that are not dirty look as before.
         let dirty = store.take_dirty();
         for node in nodes(&store) {
             prop_assert!(dirty.nodes.contains(&node.name) || old.contains(&node), "{}", node.name);
@@ -152,7 +152,7 @@ fn it_is_ready_when_everything_is_read_or_cannot_be_read() {
             message: "you may not list".into(),
         })
     };
-    // The claims of one namespace are on their way.
+    // The claims of one namespace are still to arrive.
     store.apply(gap(true));
     assert!(!store.is_ready());
     store.apply(Change::Complete(

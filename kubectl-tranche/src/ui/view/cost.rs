@@ -1,31 +1,31 @@
-//! What a GPU stands for, in money and in GPUs, among those who hold parts of it: the bill of `cost`, of one GPU.
+//! Divides a GPU, in money and in GPUs, among its holders: the bill of `cost` for one GPU.
 
 use crate::cost::of_gpu;
 use crate::model::Gpu;
 use crate::money::Money;
 
-/// The parts of an amount that a GPU stands for. They sum to it.
+/// The parts of an amount that stands for a GPU. They add up to it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Parts {
-    /// Of each of [`Gpu::tenants`], in their order; none where it is not known how they divide it.
+pub struct AmountParts {
+    /// The part of each of [`Gpu::tenants`], in their order; empty where it is not known how they divide it.
     pub tenants: Vec<Money>,
-    /// Of what is free and can be had.
+    /// The part that is free and can be allocated.
     pub free: Money,
-    /// Of what is free and cannot be had.
+    /// The part that is free but cannot be allocated.
     pub stranded: Money,
-    /// Of what is not offered, and of what is not known.
+    /// The part that is not offered or not known.
     pub closed: Money,
 }
 
 /// A whole GPU, in millionths of it.
 pub const GPU: Money = Money::from_micros(1_000_000);
 
-/// How those who hold parts of a GPU divide this amount.
+/// Divides this amount among the GPU's holders.
 #[must_use]
-pub fn parts(gpu: &Gpu, amount: Money) -> Parts {
+pub fn parts(gpu: &Gpu, amount: Money) -> AmountParts {
     let bill = of_gpu(gpu, amount);
     let total = bill.total;
-    Parts {
+    AmountParts {
         tenants: bill.items.iter().map(|item| item.per_hour).collect(),
         free: total.free.0,
         stranded: total.stranded.0,

@@ -3,10 +3,10 @@
 use serde::Serialize;
 use tranche_api::Tier;
 
-use super::cost::{self, Parts};
+use super::cost::{self, AmountParts};
 use super::used;
 use crate::cost::Prices;
-use crate::model::{Gpu, Held, Room, SharesRoom, Tenant, short};
+use crate::model::{AllocatedDevice, Gpu, Room, SharesRoom, Tenant, short};
 use crate::money::Money;
 use crate::output::bytes;
 use crate::top::size;
@@ -39,34 +39,34 @@ pub struct GpuView {
     pub pci: String,
     /// All of its memory.
     pub memory: String,
-    /// The tier that it serves; none where nobody holds any of it.
+    /// The tier that it serves; `None` where no claim has any of it.
     pub tier: Option<Tier>,
     /// The tiers in which it is offered.
     pub offered: Vec<Tier>,
     /// What is free of it, in words.
     pub room: String,
-    /// Whether nobody holds any of it and somebody could.
+    /// Whether it is offered and no claim has any of it.
     pub is_free: bool,
     /// The bar of its memory.
     pub bar: Vec<Segment>,
-    /// Who holds parts of it.
+    /// The claims that have parts of it.
     pub tenants: Vec<TenantView>,
     /// What is not offered, and why.
     pub withheld: Vec<String>,
-    /// The price of an hour; none for a product without a price.
+    /// The price of an hour; `None` for a product without a price.
     pub price: Option<String>,
-    /// Whether the price is a default of this release, and no administrator's.
+    /// Whether the price is a default of this release.
     pub is_default_price: bool,
-    /// Of the price, what is free.
+    /// The free part of the price.
     pub free_price: Option<String>,
-    /// Of the price, what is stranded.
+    /// The stranded part of the price.
     pub stranded_price: Option<String>,
 }
 
 /// A part of a bar, in thousandths of its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Segment {
-    /// The tier of those who hold it; none where it is stranded.
+    /// The tier of its holders; `None` where it is stranded.
     pub tier: Option<Tier>,
     /// Where it begins.
     pub at: u64,
@@ -81,7 +81,7 @@ pub struct TenantView {
     /// The claim's namespace.
     pub namespace: String,
     pub claim: String,
-    /// By which its use is found in the record `use/NODE`.
+    /// The key of its use in the record `use/NODE`.
     pub use_key: String,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,
@@ -102,14 +102,14 @@ pub struct TenantView {
 /// What a GPU adds to the cluster's sums.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuSums {
-    /// Its price for an hour; none for a product without a price.
+    /// Its price for an hour; `None` for a product without a price.
     pub price: Option<Money>,
     /// Whether the price is a default.
     pub is_default: bool,
     /// The parts of the price.
-    pub cost: Parts,
+    pub cost: AmountParts,
     /// The parts of the GPU: a GPU is a million.
-    pub parts: Parts,
+    pub parts: AmountParts,
 }
 
 impl GpuSums {
@@ -131,11 +131,10 @@ impl GpuView {
     pub fn new(gpu: &Gpu, sums: &GpuSums) -> Self {
         let money = |amount: Money| sums.price.map(|_| amount.to_string());
         let mut costs = sums.cost.tenants.iter().copied();
-        let tenants = gpu.held.iter().flat_map(|held| {
-            let tenants = held.tenants.iter();
-            tenants.map(move |tenant| (held, tenant))
-        });
-        let tenants: Vec<TenantView> = tenants
+        let tenants: Vec<TenantView> = gpu
+            .held
+            .iter()
+            .flat_map(|held| held.tenants.iter().map(move |tenant| (held, tenant)))
             .map(|(held, tenant)| {
                 let cost = if tenant.device.is_admin {
                     None
@@ -177,7 +176,7 @@ impl GpuView {
 }
 
 impl TenantView {
-    fn new(held: &Held, tenant: &Tenant, cost: Option<String>) -> Self {
+    fn new(held: &AllocatedDevice, tenant: &Tenant, cost: Option<String>) -> Self {
         let device = &tenant.device;
         Self {
             namespace: tenant.namespace.clone(),
@@ -196,13 +195,15 @@ impl TenantView {
 }
 
 /// What a claim has, in words.
-fn has(held: &Held, tenant: &Tenant) -> String {
+fn has(held: &AllocatedDevice, tenant: &Tenant) -> String {
     let device = &tenant.device;
-    let sizes = [
+    let sizes: Vec<String> = [
         device.memory.map(bytes),
         device.cores.map(|cores| format!("{cores} %")),
-    ];
-    let sizes: Vec<String> = sizes.into_iter().flatten().collect();
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     match (&held.profile, device.tier) {
         (Some(profile), Tier::Partition) => profile.clone(),
         (Some(profile), _) => format!("{} of {profile}", sizes.join(" · ")),
@@ -247,12 +248,14 @@ fn shares_room(shares: &SharesRoom) -> String {
             format!("{memory} and {cores} free, stranded: no place is left")
         }
         (Some(memory), Some(cores)) => {
-            let stranded = [
+            let amounts: Vec<String> = [
                 (shares.stranded_memory > 0).then(|| size(shares.stranded_memory)),
                 (shares.stranded_cores > 0).then(|| format!("{} %", shares.stranded_cores)),
-            ];
-            let stranded: Vec<String> = stranded.into_iter().flatten().collect();
-            let stranded = match stranded.as_slice() {
+            ]
+            .into_iter()
+            .flatten()
+            .collect();
+            let stranded = match amounts.as_slice() {
                 [] => String::new(),
                 amounts => format!(", {} of it stranded", amounts.join(" and ")),
             };
@@ -282,8 +285,7 @@ fn bar(gpu: &Gpu) -> Vec<Segment> {
         }
         Room::Places { whole, .. } => {
             let size = LENGTH / (*whole).max(1);
-            let segments = held.flat_map(|held| vec![held.tier; count(held)]);
-            let segments = segments.zip(0..);
+            let segments = held.flat_map(|held| vec![held.tier; count(held)]).zip(0..);
             segments
                 .map(|(tier, nth)| Segment {
                     tier: Some(tier),
@@ -296,27 +298,27 @@ fn bar(gpu: &Gpu) -> Vec<Segment> {
     }
 }
 
-fn count(held: &Held) -> usize {
+fn count(held: &AllocatedDevice) -> usize {
     held.holders().count()
 }
 
 /// Memory slices of a partition, at least one.
-fn slices_of(held: &Held, memory: u64, whole: u64) -> u64 {
+fn slices_of(held: &AllocatedDevice, memory: u64, whole: u64) -> u64 {
     let of_memory = u128::from(held.memory) * u128::from(whole) + u128::from(memory) / 2;
     let slices = of_memory.checked_div(memory.into()).unwrap_or_default();
     u64::try_from(slices).unwrap_or(whole).clamp(1, whole)
 }
 
 /// The tenants of a device that has `size` of the bar from `at` on.
-fn within(held: &Held, at: u64, size: u64) -> Vec<Segment> {
+fn within(held: &AllocatedDevice, at: u64, size: u64) -> Vec<Segment> {
     let Some(room) = &held.room else {
         let number = count(held).max(1) as u64;
         let sizes = (0..number).map(|_| size / number);
         return row(held.tier, at, sizes);
     };
     let of = |memory: u64| {
-        let part = u128::from(memory) * u128::from(size);
-        let part = part.checked_div(room.memory.into()).unwrap_or_default();
+        let product = u128::from(memory) * u128::from(size);
+        let part = product.checked_div(room.memory.into()).unwrap_or_default();
         u64::try_from(part).unwrap_or(size).min(size)
     };
     let sizes = held
@@ -351,14 +353,14 @@ fn row(tier: Tier, at: u64, sizes: impl Iterator<Item = u64>) -> Vec<Segment> {
         .collect()
 }
 
-/// What the segments leave of the bar, as stranded.
+/// The gaps between segments, as stranded segments.
 fn gaps(bar: &[Segment]) -> Vec<Segment> {
     let mut sorted: Vec<&Segment> = bar.iter().collect();
     sorted.sort_by_key(|segment| segment.at);
     let mut gaps = Vec::new();
     let mut next = 0;
     for segment in sorted {
-        // What is lost by rounding is no gap.
+        // A difference of one comes from rounding.
         if segment.at > next + 1 {
             gaps.push(Segment {
                 tier: None,

@@ -44,35 +44,35 @@ pub struct Summary {
     /// Nodes with GPUs.
     pub nodes: u64,
     pub gpus: u64,
-    /// Of them, those of which nobody holds anything and which are offered.
+    /// GPUs that are offered and have no claims.
     pub free_gpus: u64,
-    /// Of them, those which are not offered and not held.
+    /// GPUs that are not offered and have no claims.
     pub closed_gpus: u64,
     /// GPUs by the tier that they serve.
     pub tiers: BTreeMap<Tier, u64>,
-    /// What is held, in GPUs.
+    /// What is allocated, in GPUs.
     pub held: f64,
-    /// What is free and can be had, in GPUs.
+    /// What is free and can be allocated, in GPUs.
     pub free: f64,
-    /// What is free and cannot be had, in GPUs.
+    /// What is free but cannot be allocated, in GPUs.
     pub stranded: f64,
-    /// What is not offered, or of which it is not known who has it, in GPUs.
+    /// What is not offered, or has unknown holders, in GPUs.
     pub closed: f64,
     /// The price of all GPUs for an hour.
     pub cost: String,
-    /// Of it, what is held.
+    /// The part of what is allocated.
     pub held_cost: String,
-    /// Of it, what is free.
+    /// The part of what is free.
     pub free_cost: String,
-    /// Of it, what is stranded.
+    /// The part of what is stranded.
     pub stranded_cost: String,
-    /// Of it, what is not offered or not known.
+    /// The part of what is not offered or not known.
     pub closed_cost: String,
     /// Products without a price.
     pub unpriced: Vec<String>,
     /// GPUs with a price of this release instead of an administrator's.
     pub default_prices: u64,
-    /// Who has what, the most expensive first.
+    /// What namespaces have, the most expensive first.
     pub namespaces: Vec<NamespaceView>,
 }
 
@@ -90,7 +90,7 @@ pub struct NamespaceView {
 }
 
 impl NodeSums {
-    /// Of a node whose GPUs have these sums, in their order.
+    /// The sums of a node from the sums of its GPUs, in their order.
     #[must_use]
     pub fn new(node: &Node, sums: &[GpuSums]) -> Self {
         let mut node_sums = Self::default();
@@ -118,8 +118,10 @@ impl NodeSums {
                 let of = |parts: &[Money]| parts.get(nth).copied().unwrap_or_default();
                 let part = of(&sums.parts.tenants);
                 node_sums.held = node_sums.held + part;
-                let namespace = node_sums.namespaces.entry(tenant.namespace.clone());
-                let namespace = namespace.or_default();
+                let namespace = node_sums
+                    .namespaces
+                    .entry(tenant.namespace.clone())
+                    .or_default();
                 namespace.devices += 1;
                 namespace.parts = namespace.parts + part;
                 namespace.cost = namespace.cost + of(&sums.cost.tenants);
@@ -159,18 +161,16 @@ impl Summary {
                 sum.cost = sum.cost + of_node.cost;
             }
         }
-        let mut namespaces: Vec<_> = all.namespaces.into_iter().collect();
-        namespaces.sort_by(|(a, of_a), (b, of_b)| {
+        let mut sorted: Vec<_> = all.namespaces.into_iter().collect();
+        sorted.sort_by(|(a, of_a), (b, of_b)| {
             (of_b.cost, of_b.parts, a).cmp(&(of_a.cost, of_a.parts, b))
         });
-        let namespaces = namespaces
-            .into_iter()
-            .map(|(namespace, sum)| NamespaceView {
-                namespace,
-                devices: sum.devices,
-                gpus: gpus(sum.parts),
-                cost: sum.cost.to_string(),
-            });
+        let namespaces = sorted.into_iter().map(|(namespace, sum)| NamespaceView {
+            namespace,
+            devices: sum.devices,
+            gpus: gpus(sum.parts),
+            cost: sum.cost.to_string(),
+        });
         Self {
             nodes: number,
             gpus: all.gpus,

@@ -1,4 +1,4 @@
-//! The records of a cluster that the driver's planner published.
+//! The records of a cluster whose slices the driver's planner made.
 
 use serde_json::{Value, json};
 use tranche_api::usage::Peak;
@@ -38,7 +38,7 @@ fn store(world: &World) -> Store {
     store
 }
 
-fn page(store: &mut Store, usage: &Known, history: &History) -> Page {
+fn page(store: &mut Store, usage: &UsageResult, history: &History) -> Page {
     let mut page = Page::default();
     let dirty = store.take_dirty();
     page.update(store, &dirty, usage, history).unwrap();
@@ -84,12 +84,12 @@ fn busy() -> World {
 }
 
 #[test]
-fn a_bar_has_a_segment_for_each_tenant_and_one_for_what_is_stranded() {
+fn a_bar_has_a_segment_for_each_tenant_and_one_for_stranded() {
     let node = record(&without_usage(&busy()), "node/node-a");
     let shared = &node["gpus"][0];
     assert_eq!(shared["tier"], "capped");
     let bar = shared["bar"].as_array().unwrap();
-    // 20 and 40 of 78960 MiB; the rest has no cores.
+    // 20 and 40 of 78960 MiB; no cores are left for the rest.
     assert_eq!(bar[0], json!({"tier": "capped", "at": 0, "size": 259}));
     assert_eq!(bar[1], json!({"tier": "capped", "at": 259, "size": 518}));
     assert_eq!(bar[2]["tier"], Value::Null);
@@ -131,7 +131,7 @@ fn segments_do_not_overlap_and_end_within_the_bar() {
 }
 
 #[test]
-fn what_is_held_free_and_stranded_sums_to_all_gpus_and_their_price() {
+fn allocated_free_and_stranded_sum_to_all_gpus_and_their_price() {
     let summary = record(&without_usage(&busy()), "summary");
     let of = |name: &str| summary[name].as_f64().unwrap();
     assert_eq!(summary["gpus"], 3);
@@ -184,7 +184,7 @@ fn a_pod_that_waits_shows_the_schedulers_message() {
     world
         .pods
         .push(object(pod("starts", pulling, json!("node-a"))));
-    // One that asks for a resource has no claim yet.
+    // A pod with an extended resource has no claim yet.
     let class = world.classes[0].spec.as_mut().unwrap();
     class.extended_resource_name = Some("nvidia.com/gpu".into());
     let resources = json!({"requests": {"nvidia.com/gpu": "2"}});
@@ -199,9 +199,9 @@ fn a_pod_that_waits_shows_the_schedulers_message() {
         record(&page, "pod/team-c/starts")["reason"],
         "main: no such image"
     );
-    let asks = record(&page, "pod/team-c/asks");
-    assert_eq!(asks["wants"], json!(["2 × capped"]));
-    assert_eq!(asks["reason"], "the scheduler has not looked at it yet");
+    let asking = record(&page, "pod/team-c/asks");
+    assert_eq!(asking["wants"], json!(["2 × capped"]));
+    assert_eq!(asking["reason"], "the scheduler has not looked at it yet");
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
     );
     let hour = record(&known, "hour/node-a");
     assert_eq!(hour, json!({uuid('a', 0): {"memory": [50], "time": [61]}}));
-    // Each holder finds its own.
+    // Each holder's key finds its own use.
     let tenants = &record(&known, "node/node-a")["gpus"][0]["tenants"];
     let key = tenants[0]["useKey"].as_str().unwrap();
     assert_eq!(
@@ -300,7 +300,7 @@ fn use_is_shown_where_it_is_known_and_a_line_says_why_where_not() {
 }
 
 #[test]
-fn the_last_hour_is_told_once_a_minute_and_stays_while_the_use_is_not_known() {
+fn the_last_hour_is_sent_once_a_minute_and_stays_without_usage() {
     let used = |memory| Usage {
         gpus: [(
             gpu('a', 0),
@@ -316,7 +316,7 @@ fn the_last_hour_is_told_once_a_minute_and_stays_while_the_use_is_not_known() {
     let mut history = History::default();
     history.add(0, &used(40 << 30));
     let mut page = page(&mut store, &Ok(used(40 << 30)), &history);
-    let mut told = |usage: Known, history: &History, read| {
+    let mut told = |usage: UsageResult, history: &History, read| {
         let dirty = Dirty {
             read,
             ..Dirty::default()

@@ -1,4 +1,4 @@
-//! What a node's GPUs use now and used over the last hour.
+//! The use of a node's GPUs now and over the last hour.
 
 use std::collections::BTreeMap;
 
@@ -10,26 +10,26 @@ use crate::output::span;
 use crate::top::size;
 use crate::usage::{NodeGpu, Part, Usage, Used};
 
-/// The GPUs of a node and what is held of them.
+/// The GPUs of a node and their allocated parts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Holders {
-    /// With their bytes of memory.
+    /// The GPUs, each with its memory in bytes.
     gpus: Vec<(NodeGpu, u64)>,
-    /// What claims hold.
+    /// The parts that claims have.
     parts: Vec<Part>,
 }
 
-/// What is used now of a node's GPUs, where it is known.
+/// The current use of a node's GPUs, where it is known.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeUse {
     /// By the GPU's UUID.
     pub gpus: BTreeMap<String, UsedView>,
-    /// By what claims hold: see [`key`].
+    /// By part: see [`key`].
     pub claims: BTreeMap<String, UsedView>,
 }
 
-/// The last hour of a node's GPUs, by UUID, where there was a reading in it.
+/// The last hour of a node's GPUs by UUID, where it has a reading.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
 pub struct NodeHour(BTreeMap<String, GpuHour>);
@@ -52,13 +52,13 @@ pub struct UsedView {
     pub memory: String,
     /// Percent of the GPU's time.
     pub time: Option<u8>,
-    /// Since its last kernel, for people, from a minute on.
+    /// Time since its last kernel, for people; at least a minute.
     pub idle: Option<String>,
-    /// The most memory that was seen in use, for people, where that is more than now.
+    /// The highest memory use that was measured, for people, where that is more than now.
     pub most: Option<String>,
 }
 
-/// By which the page finds what a part of a device uses.
+/// The key by which the page finds the use of a part.
 pub(super) fn key(part: &Part) -> String {
     let Part {
         node: _,
@@ -124,7 +124,7 @@ impl UsedView {
                 .peak
                 .filter(|peak| peak.bytes > used.memory)
                 .map(|peak| size(peak.bytes)),
-            // Whole minutes: each second of it would be a change.
+            // Whole minutes, because seconds would change the record with each reading.
             idle: used
                 .idle_seconds
                 .filter(|seconds| *seconds >= 60)

@@ -20,21 +20,22 @@ use crate::snapshot::Snapshot;
 pub struct PodView {
     pub namespace: String,
     pub name: String,
-    /// What its claims of our devices ask for.
+    /// The requests of its claims for our devices.
     pub wants: Vec<String>,
     /// Since when: RFC 3339.
     pub since: Option<String>,
     /// The node, where the scheduler chose one.
     pub node: Option<String>,
-    /// Why it does not run, as the API server has it.
+    /// Why it does not run, in the API server's words.
     pub reason: String,
 }
 
-/// The pods of the snapshot that have a claim of ours, or ask for our devices without a claim.
+/// The pods of the snapshot that have a claim of ours, or request our devices as an extended resource.
 #[must_use]
 pub fn pods(snapshot: &Snapshot, model: &Model) -> Vec<PodView> {
-    let claims = model.claims.iter();
-    let claims: BTreeMap<(&str, &str), &Claim> = claims
+    let claims: BTreeMap<(&str, &str), &Claim> = model
+        .claims
+        .iter()
         .map(|claim| ((claim.namespace.as_str(), claim.name.as_str()), claim))
         .collect();
     let pods = snapshot.pods.iter();
@@ -48,8 +49,9 @@ fn of_pod(
     classes: &[DeviceClass],
 ) -> Option<PodView> {
     let namespace = pod.metadata.namespace.as_deref().unwrap_or_default();
-    let ours = claims_of(pod).into_iter();
-    let ours = ours.filter_map(|name| claims.get(&(namespace, name)));
+    let ours = claims_of(pod)
+        .into_iter()
+        .filter_map(|name| claims.get(&(namespace, name)));
     let mut wanted: Vec<Want> = ours.flat_map(|claim| claim.wants.clone()).collect();
     let not_made = extended_resources::claim(pod, classes);
     wanted.extend(not_made.iter().flat_map(|it| wants_of_ours(it, classes)));
@@ -78,17 +80,19 @@ fn wants(want: &Want) -> String {
         Some(count) => Some(format!("{count} ×")),
         None => Some("all".to_owned()),
     };
-    let words = [
+    let words: Vec<String> = [
         count,
         Some(class.unwrap_or(&want.class).to_owned()),
         want.memory.map(bytes),
         want.cores.map(|cores| format!("{cores} %")),
-    ];
-    let words: Vec<String> = words.into_iter().flatten().collect();
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
     words.join(" ")
 }
 
-/// The scheduler's message; of a pod that has a node, what its containers wait for.
+/// The scheduler's message; for a pod with a node, the reason for which its containers wait.
 fn reason(pod: &Pod, node: Option<&str>) -> String {
     if let Some(message) = pods::unscheduled(pod) {
         return message.to_owned();
@@ -97,11 +101,13 @@ fn reason(pod: &Pod, node: Option<&str>) -> String {
         return "the scheduler has not looked at it yet".to_owned();
     };
     let status = pod.status.as_ref();
-    let containers = [
+    let mut containers = [
         status.and_then(|it| it.init_container_statuses.as_deref()),
         status.and_then(|it| it.container_statuses.as_deref()),
-    ];
-    let mut containers = containers.into_iter().flatten().flatten();
+    ]
+    .into_iter()
+    .flatten()
+    .flatten();
     // `ContainerCreating` and `PodInitializing` have no message.
     let told = containers.find_map(|container| {
         let waiting = container.state.as_ref()?.waiting.as_ref()?;
