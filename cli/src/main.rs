@@ -42,9 +42,7 @@ use std::process::ExitCode;
 use clap::Parser as _;
 
 use args::{Args, Command};
-
-/// The exit code if `tranche` itself fails, as with env(1), timeout(1) and container engines.
-const FAILED: u8 = 125;
+use run::FAILED;
 
 fn main() -> ExitCode {
     let args = match Args::try_parse() {

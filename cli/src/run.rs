@@ -15,6 +15,9 @@ use crate::mounts::{self, MountError};
 use crate::program::{self, ProgramError};
 use crate::wire::{Answer, Grant, Request};
 
+/// The exit code if `tranche` itself fails, as with env(1), timeout(1) and container engines.
+pub const FAILED: u8 = 125;
+
 /// Which GPUs CUDA shows to a program; batch systems set it.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
@@ -56,7 +59,7 @@ impl RunError {
         match self {
             Self::Program(ProgramError::NotFound(_)) => 127,
             Self::Program(_) => 126,
-            _ => crate::FAILED,
+            _ => FAILED,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use tranche_simulator_machine::description::MIB;
 use tranche_simulator_machine::layout::GpuState;
-use tranche_simulator_machine::mig::ComputeInstanceView;
+use tranche_simulator_machine::partitions::ComputeInstanceView;
 
 use crate::code::Code;
 use crate::driver::driver;

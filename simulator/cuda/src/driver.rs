@@ -7,7 +7,7 @@ use tranche_simulator_machine::attach::request;
 use tranche_simulator_machine::identity::{mig_uuid_text, uuid_text};
 use tranche_simulator_machine::layout::{Habit, Shared};
 use tranche_simulator_machine::mig::capability::Rights;
-use tranche_simulator_machine::mig::{ComputeInstanceView, Partition};
+use tranche_simulator_machine::partitions::{ComputeInstanceView, Partition};
 use tranche_simulator_machine::timeline::now;
 use tranche_simulator_machine::wire::Request;
 use tranche_simulator_machine::{Access, AttachError, Attachment, DriverRoot, LibraryVersion};
@@ -260,7 +260,8 @@ pub fn cuda_version() -> i32 {
 
 #[cfg(test)]
 mod tests {
-    use tranche_simulator_machine::mig::{GpuInstanceView, Model, ModelName};
+    use tranche_simulator_machine::mig::{Model, ModelName};
+    use tranche_simulator_machine::partitions::GpuInstanceView;
 
     use super::*;
 

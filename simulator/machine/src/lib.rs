@@ -10,7 +10,7 @@
 //! - [`ledger`]: how much device memory each process holds; together never more than the GPU has.
 //! - [`timeline`]: when kernels run, in virtual time; [`turns`]: its words in the page.
 //! - [`kernel_fault`]: faults of kernels, and which processes each reaches.
-//! - [`mig`]: partitions of GPUs.
+//! - [`mig`]: how a GPU can be partitioned; [`partitions`]: how it is.
 //! - [`wire`]: the handshake between a library and the daemon.
 //! - [`attach`]: the library's side of the handshake; [`root`]: the driver root.
 //! - [`faults`]: failures and delays of calls, from a file.
@@ -28,6 +28,7 @@ pub mod kernel_fault;
 pub mod layout;
 pub mod ledger;
 pub mod mig;
+pub mod partitions;
 pub mod root;
 pub mod timeline;
 pub mod turns;

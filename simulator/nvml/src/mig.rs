@@ -10,7 +10,8 @@ mod profiles;
 
 use tranche_simulator_machine::attach;
 use tranche_simulator_machine::mig::capability::Rights;
-use tranche_simulator_machine::mig::{ComputeInstanceView, GpuProfile, Model};
+use tranche_simulator_machine::mig::{GpuProfile, Model};
+use tranche_simulator_machine::partitions::ComputeInstanceView;
 use tranche_simulator_machine::wire::{Reply, Request};
 
 use crate::code::Code;

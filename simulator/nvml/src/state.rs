@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use nvml_wrapper_sys::bindings::nvmlDevice_t;
 use tranche_simulator_machine::layout::GpuState;
-use tranche_simulator_machine::mig::ComputeInstanceView;
+use tranche_simulator_machine::partitions::ComputeInstanceView;
 use tranche_simulator_machine::{
     Access, AttachError, Attachment, DriverRoot, LibraryVersion, MAX_GPUS, Shared,
 };

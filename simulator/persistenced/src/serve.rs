@@ -20,7 +20,7 @@ use rustix::net::{
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open, setrlimit};
 use tranche_simulator_machine::attach::new_socket;
 use tranche_simulator_machine::layout::NvLinkCounter;
-use tranche_simulator_machine::mig::InstanceError;
+use tranche_simulator_machine::partitions::InstanceError;
 use tranche_simulator_machine::wire::{PACKET, Reply, Request, Setting};
 use tranche_simulator_machine::{Description, DriverRoot, MAX_PROCESSES, identity};
 

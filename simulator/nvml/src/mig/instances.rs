@@ -4,7 +4,7 @@ use nvml_wrapper_sys::bindings::{
     nvmlComputeInstance_t, nvmlComputeInstanceInfo_t, nvmlComputeInstancePlacement_t, nvmlDevice_t,
     nvmlGpuInstance_t, nvmlGpuInstanceInfo_t, nvmlGpuInstancePlacement_t,
 };
-use tranche_simulator_machine::mig::{ComputeInstanceView, GpuInstanceView};
+use tranche_simulator_machine::partitions::{ComputeInstanceView, GpuInstanceView};
 use tranche_simulator_machine::wire::Request;
 
 use super::{active_model, change, profile_with_id};

@@ -6,12 +6,12 @@
 use std::sync::atomic::Ordering;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::rules;
 use super::state::Partition;
-use super::words::ComputeInstance;
 use crate::identity;
 use crate::layout::{GpuState, Shared};
 use crate::ledger::{Guard, lock, owner};
+use crate::mig::rules;
+use crate::mig::words::ComputeInstance;
 
 /// Why an instance is not created, destroyed or entered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]

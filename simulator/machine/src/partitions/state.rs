@@ -2,11 +2,11 @@
 
 use std::sync::atomic::Ordering;
 
-use super::capability::{COMPUTE_INSTANCES, GPU_INSTANCES};
-use super::model::{ComputeProfile, GpuProfile, Model};
-use super::rules::{self, Placed};
 use crate::description::{MAX_GPUS, MIB};
 use crate::layout::{GpuState, ProcessSlot};
+use crate::mig::capability::{COMPUTE_INSTANCES, GPU_INSTANCES};
+use crate::mig::model::{ComputeProfile, GpuProfile, Model};
+use crate::mig::rules::{self, Placed};
 use crate::turns::Turns;
 
 /// A GPU instance as it was at one moment.
