@@ -431,7 +431,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_usage_is_read_as_it_was_written_and_a_new_field_is_no_error() {
+    fn usage_is_read_as_written_and_a_new_field_is_accepted() {
         let usage = NodeUsage {
             node: "a".into(),
             gpus: vec![GpuUsage {

@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_is_read_as_it_was_written_and_a_node_without_an_answer_has_no_usage() {
+    fn an_object_reads_as_written_and_a_silent_node_has_no_usage() {
         let object = NodeUsageObject {
             metadata: ObjectMeta {
                 name: Some("a".into()),

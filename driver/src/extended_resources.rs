@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_class_of_a_name_stands_for_it_and_its_own_name_always() {
+    fn the_newest_class_of_a_name_wins_and_its_own_name_works() {
         let classes = [
             class("old", Some("nvidia.com/gpu"), 1),
             class("new-b", Some("nvidia.com/gpu"), 2),
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn each_container_asks_for_its_own_and_an_init_container_first_uses_those_of_later_ones() {
+    fn init_containers_reuse_what_later_containers_request() {
         let classes = [class("gpus", Some("nvidia.com/gpu"), 1)];
         let of = |container: &str| format!("nvidia.com/gpu of container {container}");
         let two = pod(&json!([]), &json!([["a", 1, null], ["b", 2, null]]));

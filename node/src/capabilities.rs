@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_of_a_root_that_is_not_writable_is_made_by_the_hosts_own_mounts() {
+    fn a_node_of_a_read_only_root_is_made_by_the_hosts_mounts() {
         let (host, init) = (host(), tempfile::tempdir().unwrap());
         let root = host.path().join("run/driver");
         fs::create_dir_all(&root).unwrap();

@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_averages_ten_seconds_of_the_gpu_and_of_its_processes() {
+    fn a_window_averages_ten_seconds_of_a_gpu_and_its_processes() {
         let mut window = Window::default();
         for second in 1..=30 {
             // Every other second two processes work, one of them a quarter of it.
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_counted_by_their_number_also_of_a_gpu_that_is_lost_by_them() {
+    fn errors_are_counted_by_number_also_for_a_lost_gpu() {
         let root = tempfile::tempdir().unwrap();
         let gpus = MigGpus::two_h100(root.path());
         let known = inventory(&gpus.describe().unwrap(), root.path()).gpus;

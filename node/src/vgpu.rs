@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn types_of_virtual_functions_are_listed_and_a_vgpu_takes_the_gpu() {
+    fn virtual_function_types_are_listed_and_a_vgpu_takes_the_gpu() {
         let sys = Sys::new();
         let functions = [0, 1].map(|number| sys.virtual_function(number));
         let [creatable, current] = ["nvidia/creatable_vgpu_types", "nvidia/current_vgpu_type"];
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_with_too_many_or_too_long_names_leaves_a_status_that_the_api_takes() {
+    fn a_driver_with_too_many_or_long_names_leaves_a_valid_status() {
         let sys = Sys::new();
         for number in 0..200 {
             let name = format!("{number:03} {}", "é".repeat(LONGEST_TYPE));

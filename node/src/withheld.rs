@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_cannot_be_described_is_named_with_the_call_that_failed() {
+    fn an_undescribable_gpu_is_named_with_the_call_that_failed() {
         let error = NvmlError::Call {
             call: "nvmlDeviceGetMemoryInfo_v2",
             object: "GPU-odd".into(),

@@ -16,7 +16,7 @@ use tranche_node::nvml::{ChangeError, Driver as _, NvmlError, Opened};
 use tranche_nvml::{Mig, Reason};
 
 #[test]
-fn the_inventory_says_how_mig_divides_the_gpus_and_which_instances_exist() {
+fn the_inventory_has_the_mig_geometry_and_existing_instances() {
     let mut host = Host::new();
     host.install_for("H100-80", "/run/nvidia/driver");
     let root = host.at("/run/nvidia/driver");

@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rate_is_of_the_time_between_two_readings_and_unknown_when_the_counters_began_anew() {
+    fn a_rate_spans_two_readings_and_is_unknown_after_a_reset() {
         let start = Instant::now();
         let reading = |kib, seconds| Reading {
             kib,

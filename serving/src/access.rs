@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_token_for_our_audience_is_as_good_as_one_for_the_api_server() {
+    async fn a_token_for_our_audience_equals_one_for_the_api_server() {
         let access = Access::new(Cluster::default().client());
         access.check(Some("of-ours")).await.unwrap();
         let other = access.check(Some("without-audiences")).await;
@@ -423,7 +423,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_flood_of_invalid_tokens_does_not_fill_the_cache_or_affect_others() {
+    async fn many_invalid_tokens_do_not_fill_the_cache_or_affect_others() {
         let cluster = Cluster::default();
         let access = Access::new(cluster.client());
         access.check(Some("of-prometheus")).await.unwrap();

@@ -383,7 +383,7 @@ fn a_compute_mode_that_somebody_else_set_meanwhile_stays() {
 }
 
 #[test]
-fn a_daemon_ends_before_partitions_are_made_and_starts_after_mig_mode_is_off() {
+fn a_daemon_ends_before_partitions_and_starts_after_mig_mode() {
     let mut machine = Machine::new();
     machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
     machine.reach(&wanted("1g.10gb@6")).unwrap();
@@ -438,7 +438,7 @@ fn a_daemon_of_a_partition_that_was_made_again_is_another_one() {
 }
 
 #[test]
-fn a_partition_whose_daemon_does_not_end_stays_and_the_others_do_not_wait_for_it() {
+fn a_partition_with_a_stuck_daemon_stays_and_delays_no_other() {
     let mut machine = Machine::new();
     machine
         .reach(&concurrent_on("3g.40gb@4", WantedDaemon::Ready))

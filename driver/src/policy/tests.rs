@@ -228,7 +228,7 @@ fn terms_are_exact_numbers() {
 }
 
 #[test]
-fn profiles_of_shared_partitions_are_read_as_those_of_partitions() {
+fn shared_partitions_read_profiles_as_partitions_do() {
     let of_tier: [(_, fn(Terms) -> _); 2] = [
         ("capped", |terms| terms.capped.on_partitions),
         ("concurrent", |terms| terms.concurrent_on_partitions),
@@ -358,7 +358,7 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
 }
 
 #[test]
-fn a_bad_policy_is_not_replaced_by_a_weaker_one_and_hurts_no_other_gpu() {
+fn a_bad_policy_refuses_its_gpus_and_leaves_the_others_alone() {
     let policies = [
         policy(
             "bad",
@@ -460,7 +460,7 @@ fn an_invalid_selector_counts_only_where_the_policy_could_hold() {
 }
 
 #[test]
-fn a_context_is_as_large_as_the_policy_says_else_as_measured_else_assumed() {
+fn a_context_size_is_set_by_policy_else_measured_else_assumed() {
     let context = |capped: &Value, measured: Option<&str>| {
         let mut gpu = gpu(0);
         gpu.context_memory = measured.map(|text| text.parse().unwrap());
@@ -480,7 +480,7 @@ fn a_context_is_as_large_as_the_policy_says_else_as_measured_else_assumed() {
 }
 
 #[test]
-fn every_name_of_a_capability_has_its_libraries_and_others_are_refused() {
+fn every_capability_has_its_libraries_and_others_are_refused() {
     let extra = |names: &[&str]| {
         let spec = json!({"tiers": ["capped"], "capped": {"driverCapabilities": names}});
         let published = published(&[policy("p", &spec)], &labels(&[]), &gpu(0));

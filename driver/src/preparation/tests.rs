@@ -166,7 +166,7 @@ fn a_concurrent_share_goes_with_no_other_tier() {
 }
 
 #[test]
-fn a_device_without_cap_gets_a_page_that_says_so_and_the_plain_driver() {
+fn an_uncapped_device_gets_an_uncapped_page_and_the_driver() {
     for result in [
         plain("gpu-00000001"),
         timeshared(1),
@@ -453,7 +453,7 @@ proptest! {
 }
 
 #[test]
-fn libraries_that_a_policy_names_come_before_the_shim_and_only_to_capped_devices() {
+fn named_libraries_precede_the_shim_and_only_on_capped_devices() {
     let allocation = allocation("a", &[capped("1Gi", "10"), plain("gpu-00000001")]);
     let inventory = inventory(vec![gpu(0), gpu(1)]);
     let before = plan(&allocation, &inventory, []).unwrap();

@@ -112,7 +112,7 @@ fn two_gpus_under_a_plain_policy() {
 }
 
 #[test]
-fn shared_devices_come_before_the_exclusive_one_and_gpus_by_pci_address() {
+fn shared_devices_come_first_and_gpus_sort_by_pci_address() {
     let plan = planned(&inventory(vec![gpu(10), gpu(2)]), &[all_tiers()]);
     assert_eq!(
         names(&plan),
@@ -146,7 +146,7 @@ fn counters_are_split_by_eights() {
 }
 
 #[test]
-fn a_gpu_with_more_devices_than_a_slice_can_have_goes_on_in_the_next() {
+fn a_gpu_with_too_many_devices_for_a_slice_uses_the_next_too() {
     let mut inventory = inventory(vec![gpu(0), gpu(1)]);
     let uuids = [gpu(0).uuid, gpu(1).uuid];
     inventory.mig_geometries = vec![tables::h100(&uuids.each_ref().map(|it| &**it))];
@@ -180,7 +180,7 @@ fn a_gpu_with_more_devices_than_a_slice_can_have_goes_on_in_the_next() {
 }
 
 #[test]
-fn an_mps_daemon_that_does_not_answer_closes_concurrent_shares_of_the_gpu_and_its_partitions() {
+fn a_silent_mps_daemon_closes_concurrent_shares_of_its_gpu() {
     let mut inventory = inventory(vec![gpu(0)]);
     inventory.mig_geometries = vec![tables::h100(&[&gpu(0).uuid])];
     let policies = [policy(
@@ -672,7 +672,7 @@ fn one_odd_gpu_costs_its_own_devices_only() {
 }
 
 #[test]
-fn two_gpus_under_one_name_are_both_withheld_and_the_third_is_offered() {
+fn two_gpus_with_one_name_are_withheld_and_a_third_is_offered() {
     let uuid = gpu(1).uuid;
     let twin = Gpu {
         uuid: uuid.clone(),
@@ -701,7 +701,7 @@ fn two_gpus_under_one_name_are_both_withheld_and_the_third_is_offered() {
 }
 
 #[test]
-fn what_the_node_withholds_is_not_offered_and_stays_tainted_where_it_is_allocated() {
+fn a_withheld_gpu_is_not_offered_and_is_tainted_if_allocated() {
     let (inventory, policies) = (inventory(vec![gpu(0), gpu(1)]), [all_tiers()]);
     let before = devices(&planned(&inventory, &policies));
     let retained: Vec<_> = before
@@ -779,7 +779,7 @@ fn a_held_device_stays_with_a_taint() {
 }
 
 #[test]
-fn a_device_that_is_no_longer_offered_is_lacking_until_all_of_it_was_read() {
+fn a_device_no_longer_offered_is_missing_until_fully_read() {
     let (all, labels) = (inventory(vec![gpu(0), gpu(1)]), BTreeMap::new());
     let before = devices(&planned(&all, &[all_tiers()]));
     let known: Vec<_> = before
@@ -818,7 +818,7 @@ fn a_device_that_is_no_longer_offered_is_lacking_until_all_of_it_was_read() {
 }
 
 #[test]
-fn a_driver_that_nobody_tested_closes_the_tier_that_it_may_escape() {
+fn an_untested_driver_closes_the_tier_that_it_may_escape() {
     let mut newer = inventory(vec![gpu(0)]);
     newer.unknown_functions = vec!["cuAskTheFuture".to_owned()];
     let allow = policy(

@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_of_all_samples_is_kept_as_long_as_the_device_is_held() {
+    fn the_peak_of_all_samples_is_kept_while_the_device_is_held() {
         let mut peaks = Peaks::default();
         let of_gpu = weights(&[("a", 1), ("b", 1)]);
         let (a, b) = (owner(&["a", "on-another-gpu"]), owner(&["b"]));

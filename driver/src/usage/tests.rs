@@ -190,7 +190,7 @@ fn a_pod_that_is_gone_is_a_zombie_and_its_share_uses_nothing() {
 }
 
 #[test]
-fn containers_of_a_pod_are_told_apart_and_an_unknown_one_is_nobodys_guess() {
+fn containers_of_a_pod_differ_and_an_unknown_one_is_not_guessed() {
     let mut held = share("a");
     held.users = vec![user("a", "main"), user("a", "side"), user("b", "main")];
     let of = |container: Option<&str>, pod: &str| {

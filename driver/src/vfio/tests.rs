@@ -132,7 +132,7 @@ fn an_override_that_was_there_comes_back() {
 }
 
 #[test]
-fn what_cannot_be_given_away_is_refused_before_anything_is_recorded() {
+fn what_cannot_be_given_away_is_refused_before_any_record() {
     let refused = |change: &dyn Fn(&mut Actual)| {
         let mut actual = machine();
         change(&mut actual);

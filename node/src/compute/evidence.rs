@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ended_processes_did_is_the_shares_as_far_as_it_was_charged() {
+    fn work_of_ended_processes_counts_as_far_as_it_was_charged() {
         let mut evidence = Evidence::default();
         evidence.add_step(step(1000));
         evidence.add(Worked {

@@ -72,7 +72,7 @@ fn debian_535_is_found_completely() {
 }
 
 #[test]
-fn a_spec_of_debian_535_names_files_on_the_host_and_links_in_the_container() {
+fn a_debian_535_spec_names_host_files_and_container_links() {
     let (_dir, found) = found_in(DEBIAN_535);
     let files = found.driver_files(Path::new("/run/nvidia/driver"), &[]);
     let cuda = files
@@ -144,7 +144,7 @@ fn a_driver_whose_cuda_library_is_of_another_version_is_refused() {
 }
 
 #[test]
-fn libraries_beside_each_other_without_links_still_get_the_expected_ones() {
+fn libraries_without_links_still_get_the_expected_links() {
     let (_dir, found) = found_in(
         "/usr/lib64/libcuda.so.535.261.03\n/usr/lib64/libnvidia-ml.so.535.261.03\n\
          /usr/lib64/libnvidia-nvvm70.so.4\n/usr/lib64/libother.so.1.2\n/lib64 -> usr/lib64",

@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_shuts_it_waits_for_what_is_open_and_whoever_describes_waits_for_him() {
+    fn shutting_waits_for_users_and_describing_waits_for_shutting() {
         let gate = Gate::default();
         let gpus = || Box::new(MigGpus::new(Description::default(), Path::new("/")));
         let gated = Gated::new(gpus(), gate.clone());

@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_found_by_the_pages_that_its_container_has_mounted() {
+    fn a_process_is_found_by_the_pages_mounted_in_its_container() {
         let proc = tempfile::tempdir().unwrap();
         let proc = proc.path();
         let old = b"700 600 0:22 /tranche/shares/uid/uid-gpu-0/cap /etc/tranche/0/cap ro - tmpfs tmpfs rw\n";
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_with_very_many_mounts_hides_no_device_and_stops_no_search() {
+    fn a_tenant_with_many_mounts_hides_no_device_from_a_search() {
         let proc = tempfile::tempdir().unwrap();
         // More than 16 MiB, with one mount point that is very long.
         let line = b"1 2 0:9 / /x rw - tmpfs tmpfs rw\n";
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_search_is_for_all_who_waited_when_it_began_and_for_nobody_who_came_later() {
+    fn a_search_serves_only_those_who_waited_when_it_began() {
         let proc = tempfile::tempdir().unwrap();
         process(proc.path(), 7, "mnt:[7]", b"");
         let mountinfo = proc.path().join("7/mountinfo");

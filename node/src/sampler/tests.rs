@@ -103,7 +103,7 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
 
 /// NVML reports no utilization in MIG mode: the shares keep their cores, and nothing is an error.
 #[test]
-fn shares_of_a_gpu_in_mig_mode_are_sampled_without_its_utilization() {
+fn in_mig_mode_shares_are_sampled_without_gpu_utilization() {
     let root = tempfile::tempdir().unwrap();
     let shares = two_shares(root.path());
     let mut description = two_h100();
@@ -178,7 +178,7 @@ fn assigned(
 
 /// A container may have two shares of one GPU, and its programs use both.
 #[test]
-fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_were_charged() {
+fn work_of_a_process_of_two_shares_is_divided_as_charged() {
     let root = tempfile::tempdir().unwrap();
     let folders = two_shares(root.path());
     let accounts = folders.each_ref().map(|folder| folder.join("account"));
@@ -218,7 +218,7 @@ impl Utilization for Answering {
 /// Without a process of a share in NVML's answers only the whole GPU's utilization is known, which never
 /// raises a price above its measurement. With one, its share is compared with its own processes.
 #[test]
-fn shares_are_compared_one_by_one_where_their_processes_are_seen() {
+fn shares_are_compared_singly_where_their_processes_are_seen() {
     let root = tempfile::tempdir().unwrap();
     let folders = two_shares(root.path());
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
@@ -301,7 +301,7 @@ fn a_share_without_a_limit_is_opened_once() {
 }
 
 #[test]
-fn a_page_that_its_tenant_broke_is_reported_and_other_shares_are_sampled() {
+fn a_broken_page_is_reported_and_other_shares_are_sampled() {
     let root = tempfile::tempdir().unwrap();
     let shares = [
         share(root.path(), "a", Some(25)),

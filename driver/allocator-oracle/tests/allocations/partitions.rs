@@ -298,7 +298,7 @@ fn wanted(model: &'static Model, which: prop::sample::Index, kind: Kind) -> Want
 }
 
 #[test]
-fn what_mig_can_make_is_allocated_on_every_model_and_nothing_else() {
+fn every_model_allocates_exactly_what_mig_can_create() {
     let scheduler = RefCell::new(crate::start());
     for name in MODELS {
         let model = Model::of(name);

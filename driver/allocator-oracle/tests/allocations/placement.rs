@@ -68,7 +68,7 @@ fn allocate(scheduler: &mut Scheduler, claim: &ResourceClaim) -> Option<String> 
 }
 
 #[test]
-fn shares_fill_one_gpu_and_those_that_ask_for_it_are_on_different_ones() {
+fn shares_fill_one_gpu_unless_they_ask_for_different_ones() {
     let mut scheduler = crate::start();
     for tier in [Tier::Capped, Tier::Concurrent, Tier::Timeshared] {
         publish(&mut scheduler, &Tier::ALL);

@@ -205,7 +205,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4_000))]
 
     #[test]
-    fn a_mutated_policy_is_read_or_refused_by_a_field_that_it_could_have(mutations in any_mutations(WORDS)) {
+    fn a_mutated_policy_is_read_or_refused_by_a_known_field(mutations in any_mutations(WORDS)) {
         let policy = mutated(valid(), &mutations);
         let stored = schema::stored(&SCHEMA, &policy);
         let path = match &stored {

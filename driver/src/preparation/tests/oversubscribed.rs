@@ -58,7 +58,7 @@ fn a_share_has_a_part_of_the_gpu_and_an_account_of_it() {
 }
 
 #[test]
-fn a_share_whose_memory_is_not_oversubscribed_is_written_as_ever() {
+fn a_share_without_oversubscribed_memory_is_written_as_before() {
     let plan = prepared("a", &[capped("20Gi", "10")], &[]);
     let text = serde_json::to_string(&plan).unwrap();
     assert!(

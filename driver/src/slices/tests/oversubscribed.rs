@@ -19,7 +19,7 @@ fn policies(percent: u32) -> [SharingPolicy; 1] {
 }
 
 #[test]
-fn the_device_has_a_name_and_attributes_of_its_own_and_more_memory() {
+fn the_device_has_its_own_name_and_attributes_and_more_memory() {
     let node = inventory(vec![gpu(0)]);
     let [plain, over] = [100, 250].map(|percent| devices(&planned(&node, &policies(percent))));
     limits::check(&objects(&planned(&node, &policies(250))));

@@ -98,7 +98,7 @@ fn any_subset<T: Clone + std::fmt::Debug + 'static>(of: Vec<T>) -> impl Strategy
 
 proptest! {
     #[test]
-    fn a_held_device_keeps_its_place_and_nothing_that_overlaps_is_offered(
+    fn an_allocated_device_stays_and_no_overlapping_one_is_offered(
         which in any::<prop::sample::Index>(),
         tiers in any_subset(Tier::ALL.to_vec()),
         profiles in any_subset(all_profiles()),
@@ -146,7 +146,7 @@ proptest! {
 }
 
 #[test]
-fn a_held_partition_whose_profile_is_no_longer_allowed_takes_its_slices() {
+fn an_allocated_partition_of_a_removed_profile_takes_its_slices() {
     let node = two_h100();
     let partitions = [Tier::Partition];
     let before = devices(&planned(&node, &offering(&partitions, &[], &[])));

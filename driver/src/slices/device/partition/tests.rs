@@ -136,7 +136,7 @@ fn a_claim_for_an_amount_of_memory_gets_the_smallest_partition() {
 }
 
 #[test]
-fn a_gpu_that_must_be_reset_for_mig_mode_has_no_partitions_until_it_is() {
+fn a_gpu_has_no_partitions_before_the_reset_for_mig_mode() {
     let ampere = |current| {
         h100(|gpu| {
             gpu.architecture = "Ampere".to_owned();
