@@ -298,10 +298,13 @@ impl Trail {
                 held.contains(&**key) || unreadable.contains(&*written.grant().claim_uid);
             may_exist || !written.is_released()
         });
-        let lost = self.last.iter().filter(|(key, written)| {
-            !held.contains(&***key) && !unreadable.contains(&*written.grant().claim_uid)
-        });
-        let lost = lost.map(|(_, written)| self.unrecorded(written, now));
+        let lost = self
+            .last
+            .iter()
+            .filter(|(key, written)| {
+                !held.contains(&***key) && !unreadable.contains(&*written.grant().claim_uid)
+            })
+            .map(|(_, written)| self.unrecorded(written, now));
         let mut due: Vec<_> = lost.collect();
         for record in journals {
             due.extend(self.held(record, &BTreeSet::new(), now));

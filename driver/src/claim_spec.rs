@@ -17,13 +17,17 @@ pub fn claim_spec(plan: &PreparationPlan, paths: &NodePaths) -> Result<Spec, Cdi
     absolute("the folder of shares", &paths.shares)?;
     absolute("the root of device nodes", &paths.dev_root)?;
     absolute("the folder of MPS daemons", &paths.mps)?;
-    let devices = plan.devices.iter().enumerate().map(|(index, device)| {
-        Ok(Device {
-            name: device.key.clone(),
-            container_edits: edits(plan, index, device, paths)?,
+    let devices = plan
+        .devices
+        .iter()
+        .enumerate()
+        .map(|(index, device)| {
+            Ok(Device {
+                name: device.key.clone(),
+                container_edits: edits(plan, index, device, paths)?,
+            })
         })
-    });
-    let devices = devices.collect::<Result<_, CdiError>>()?;
+        .collect::<Result<_, CdiError>>()?;
     Spec::new(CLAIM_CLASS, devices, ContainerEdits::default())
 }
 

@@ -23,11 +23,13 @@ pub const NOT_MADE: &str = "<extended-resources>";
 #[must_use]
 pub fn names(pod: &Pod) -> BTreeSet<&str> {
     let spec = pod.spec.as_ref();
-    let containers = spec.map(|spec| {
-        let init = spec.init_containers.iter().flatten();
-        init.chain(&spec.containers)
-    });
-    let containers = containers.into_iter().flatten();
+    let containers = spec
+        .map(|spec| {
+            let init = spec.init_containers.iter().flatten();
+            init.chain(&spec.containers)
+        })
+        .into_iter()
+        .flatten();
     let asked = containers.filter_map(requested).flatten();
     let names = asked.map(|(name, _)| name.as_str());
     names.filter(|name| is_extended(name)).collect()
@@ -66,10 +68,10 @@ pub fn claim(pod: &Pod, classes: &[DeviceClass]) -> Option<ResourceClaim> {
         .into_iter()
         .filter_map(|resource| Some((resource, name(class_of(resource, classes)?))))
         .collect();
-    let requests = resources
+    let requests: Vec<DeviceRequest> = resources
         .into_iter()
-        .flat_map(|(resource, class)| requests(resource, class, &containers, init.len()));
-    let requests: Vec<DeviceRequest> = requests.collect();
+        .flat_map(|(resource, class)| requests(resource, class, &containers, init.len()))
+        .collect();
     (!requests.is_empty()).then(|| ResourceClaim {
         metadata: ObjectMeta {
             name: Some(NOT_MADE.to_owned()),
@@ -180,8 +182,8 @@ mod tests {
         let all = |list: &Value| {
             let list: Vec<(String, u64, Option<String>)> =
                 serde_json::from_value(list.clone()).unwrap();
-            let list = list.iter();
-            list.map(|(name, count, policy)| container((name, *count, policy.as_deref())))
+            list.iter()
+                .map(|(name, count, policy)| container((name, *count, policy.as_deref())))
                 .collect::<Vec<_>>()
         };
         serde_json::from_value(json!({

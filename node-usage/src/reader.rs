@@ -39,8 +39,9 @@ struct Https {
 impl Scrape for Https {
     fn scrape(&self, plugin: SocketAddr) -> BoxFuture<'_, Result<Bytes, String>> {
         Box::pin(async move {
-            let token = tokio::fs::read_to_string(&self.token).await;
-            let token = token.map_err(|error| format!("{}: {error}", self.token.display()))?;
+            let token = tokio::fs::read_to_string(&self.token)
+                .await
+                .map_err(|error| format!("{}: {error}", self.token.display()))?;
             let answer = self
                 .client
                 .get(plugin, PATH, Some(token.trim()), MAX_ANSWER)
@@ -51,8 +52,14 @@ impl Scrape for Https {
             }
             let text = String::from_utf8_lossy(&body);
             // It is shown in terminals.
-            let line = text.lines().next().unwrap_or_default().chars();
-            let line: String = line.filter(|it| !it.is_control()).take(200).collect();
+            let line: String = text
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .chars()
+                .filter(|it| !it.is_control())
+                .take(200)
+                .collect();
             Err(format!("{status}: {line}"))
         })
     }

@@ -148,8 +148,10 @@ impl Access {
             source,
         })?;
         let number = |field: &'static str| {
-            let values = text.lines().filter_map(|line| line.split_once(':'));
-            let mut values = values.filter(|(name, _)| name.trim() == field);
+            let mut values = text
+                .lines()
+                .filter_map(|line| line.split_once(':'))
+                .filter(|(name, _)| name.trim() == field);
             let value = values
                 .next()
                 .and_then(|(_, value)| value.trim().parse().ok());
@@ -170,8 +172,9 @@ impl Access {
 /// that of the node, if there is one.
 fn major_of(proc: &Path, node: &Path) -> Result<u32, CapabilityError> {
     let devices = proc.join("devices");
-    let listed = fs::read_to_string(&devices).ok();
-    let listed = listed.and_then(|text| character_major(&text));
+    let listed = fs::read_to_string(&devices)
+        .ok()
+        .and_then(|text| character_major(&text));
     let made = || {
         let metadata = node.symlink_metadata().ok()?;
         let is_node = metadata.file_type().is_char_device();

@@ -237,9 +237,13 @@ mod tests {
             numbered.for_each(|(index, gpu)| gpu.index = index);
             let mut seen = inventory(&left, Path::new("/nowhere"));
             // The last first, and where that one is back, its record is still there.
-            let records = all.gpus.iter().rev();
-            let records = records.filter(|gpu| gpu.index.is_some_and(|it| it == 3 || is_away(it)));
-            let records: Vec<AtVfio> = records.map(at_vfio).collect();
+            let records: Vec<AtVfio> = all
+                .gpus
+                .iter()
+                .rev()
+                .filter(|gpu| gpu.index.is_some_and(|it| it == 3 || is_away(it)))
+                .map(at_vfio)
+                .collect();
             add_at_vfio(&mut seen, &records);
             assert_eq!(seen, all, "{away:04b}");
         }

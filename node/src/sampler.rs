@@ -228,11 +228,13 @@ impl Sampler {
             else {
                 continue;
             };
-            let outcome = share.write(cap, &decision).map(|()| decision);
-            let outcome = outcome.map_err(|source| SampleError::File {
-                path: folder.join(paths::CAP),
-                source,
-            });
+            let outcome = share
+                .write(cap, &decision)
+                .map(|()| decision)
+                .map_err(|source| SampleError::File {
+                    path: folder.join(paths::CAP),
+                    source,
+                });
             sampled.push(Sampled {
                 share: folder,
                 outcome,

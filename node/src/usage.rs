@@ -51,8 +51,10 @@ impl Reader {
         self.windows.retain(|uuid, _| gpus.contains(&uuid.as_str()));
         let mut busy = BTreeMap::new();
         for uuid in gpus {
-            let rates = self.nvml.open();
-            let rates = rates.and_then(|nvml| nvml.utilization_rates(uuid));
+            let rates = self
+                .nvml
+                .open()
+                .and_then(|nvml| nvml.utilization_rates(uuid));
             let by_process = self.nvml.by_process(uuid);
             let window = self.windows.entry((*uuid).to_owned()).or_default();
             let ran = window.add(now, rates.ok(), by_process);
@@ -137,8 +139,12 @@ fn describe(reading: &mut GpuReading, usage: GpuUse, mean: &Mean, owner: impl Fn
         copies: part(mean.copies.as_ref(), process.pid),
         owner: owner(process.pid),
     };
-    let on_partitions = usage.partitions.iter().flat_map(|it| &it.processes);
-    let on_partitions: BTreeSet<u32> = on_partitions.map(|process| process.pid).collect();
+    let on_partitions: BTreeSet<u32> = usage
+        .partitions
+        .iter()
+        .flat_map(|it| &it.processes)
+        .map(|process| process.pid)
+        .collect();
     let mut utilization = usage.utilization;
     for (measure, value) in [Measure::Gpu, Measure::MemoryCopy]
         .into_iter()

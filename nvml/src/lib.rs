@@ -585,8 +585,11 @@ fn version<T>(_: &T, number: u32) -> u32 {
 
 /// A text with a final zero, or without where it fills its field.
 fn text(characters: &[c_char]) -> String {
-    let bytes = characters.iter().map(|it| it.to_ne_bytes()[0]);
-    let bytes: Vec<u8> = bytes.take_while(|byte| *byte != 0).collect();
+    let bytes: Vec<u8> = characters
+        .iter()
+        .map(|it| it.to_ne_bytes()[0])
+        .take_while(|byte| *byte != 0)
+        .collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 

@@ -86,8 +86,12 @@ impl NvLinks {
 
     /// KiB that were sent and received.
     fn counted(&self, device: &Device<'_>) -> Result<u64, NvmlError> {
-        let get = self.nvml.lib().nvmlDeviceGetFieldValues.as_ref();
-        let get = get.map_err(|_| NvmlError::FunctionNotFound)?;
+        let get = self
+            .nvml
+            .lib()
+            .nvmlDeviceGetFieldValues
+            .as_ref()
+            .map_err(|_| NvmlError::FunctionNotFound)?;
         let mut values = FIELDS.map(|field| {
             // SAFETY: of integers and a union of numbers, so all zeros is a value.
             let mut value: sys::nvmlFieldValue_t = unsafe { std::mem::zeroed() };

@@ -94,8 +94,8 @@ impl Client {
         let mut request = Request::new(Body::empty());
         *request.uri_mut() = path.parse().unwrap_or_default();
         if let Some(token) = token {
-            let value = HeaderValue::try_from(format!("Bearer {token}"));
-            let mut value = value.map_err(|_| ReadError::Token)?;
+            let mut value =
+                HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| ReadError::Token)?;
             value.set_sensitive(true);
             request.headers_mut().insert(AUTHORIZATION, value);
         }
@@ -117,17 +117,21 @@ impl Client {
             .await
             .map_err(ReadError::Http)?;
         let exchange = async {
-            let answer = sender.send_request(request).await;
-            let answer = answer.map_err(ReadError::Http)?;
+            let answer = sender
+                .send_request(request)
+                .await
+                .map_err(ReadError::Http)?;
             let status = answer.status();
-            let body = Limited::new(answer.into_body(), limit).collect().await;
-            let body = body.map_err(|error| {
-                if error.is::<LengthLimitError>() {
-                    ReadError::TooLong { limit }
-                } else {
-                    ReadError::Body(error)
-                }
-            })?;
+            let body = Limited::new(answer.into_body(), limit)
+                .collect()
+                .await
+                .map_err(|error| {
+                    if error.is::<LengthLimitError>() {
+                        ReadError::TooLong { limit }
+                    } else {
+                        ReadError::Body(error)
+                    }
+                })?;
             Ok((status, body.to_bytes()))
         };
         tokio::pin!(exchange);

@@ -218,8 +218,11 @@ impl Scheduler {
     }
 
     fn ask(&mut self, request: &Request<'_>) -> Result<Answer, Error> {
-        let requests = self.requests.as_mut().ok_or(io::ErrorKind::BrokenPipe);
-        let requests = requests.map_err(io::Error::from)?;
+        let requests = self
+            .requests
+            .as_mut()
+            .ok_or(io::ErrorKind::BrokenPipe)
+            .map_err(io::Error::from)?;
         serde_json::to_writer(&mut *requests, request)?;
         requests.write_all(b"\n")?;
         requests.flush()?;
@@ -250,8 +253,9 @@ impl Drop for Scheduler {
 /// The DeviceClasses that the chart installs.
 pub fn chart_classes() -> Result<Vec<DeviceClass>, Error> {
     let documents = CHART.split("\n---\n");
-    let classes = documents.filter(|document| document.contains("\nkind: DeviceClass\n"));
-    let classes = classes.map(serde_saphyr::from_str);
+    let classes = documents
+        .filter(|document| document.contains("\nkind: DeviceClass\n"))
+        .map(serde_saphyr::from_str);
     classes
         .collect::<Result<_, _>>()
         .map_err(|error| Error::Refused(format!("a DeviceClass of the chart: {error}")))

@@ -38,10 +38,12 @@ impl Counters {
 
     /// Slices and engines of the GPU, all of them or what a partition takes.
     pub(super) fn of_slices(uuid: GpuUuid, slices: &Slices) -> Self {
-        let memory = (0..u32::BITS).filter(|slice| slices.memory >> slice & 1 == 1);
-        let memory = memory.map(|slice| (format!("memory-slice-{slice}"), 1));
-        let engines = mig::ENGINES.map(str::to_owned).into_iter();
-        let engines = engines
+        let memory = (0..u32::BITS)
+            .filter(|slice| slices.memory >> slice & 1 == 1)
+            .map(|slice| (format!("memory-slice-{slice}"), 1));
+        let engines = mig::ENGINES
+            .map(str::to_owned)
+            .into_iter()
             .zip(slices.engines)
             .filter(|(_, engines)| *engines > 0);
         let amounts = memory

@@ -60,8 +60,8 @@ fn replanned(
         withheld,
         retained: &whole(published),
         ..input(inventory, policies, &BTreeMap::new())
-    });
-    let plan = plan.unwrap();
+    })
+    .unwrap();
     limits::check(&objects(&plan));
     plan
 }

@@ -215,13 +215,17 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
         let at = host.path().join(root_on_host.trim_start_matches('/'));
         lay_out(&at, list);
         let host_root = DriverRoot::open(host.path()).unwrap();
-        let root = DriverRoot::of_host(&host_root, Path::new(root_on_host));
-        let root = root.unwrap().unwrap();
+        let root = DriverRoot::of_host(&host_root, Path::new(root_on_host))
+            .unwrap()
+            .unwrap();
         let found = discover(&root, "535.261.03").unwrap();
         let files = found.driver_files(root.on_host(), &[]);
 
-        let cuda = files.libraries.iter().find(|l| l.soname == "libcuda.so.1");
-        let cuda = cuda.unwrap();
+        let cuda = files
+            .libraries
+            .iter()
+            .find(|l| l.soname == "libcuda.so.1")
+            .unwrap();
         let on_host = |path: &str| format!("{}{path}", root_on_host.trim_end_matches('/'));
         assert_eq!(cuda.file.host_path, on_host(libcuda), "{root_on_host}");
         assert_eq!(cuda.file.container_path, libcuda);
@@ -259,8 +263,11 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
                 .find(|h| h.args.contains(&"update-ldcache".into()));
             let args = &cache.unwrap().args;
             for library in &files.libraries {
-                let folder = Path::new(&library.file.container_path).parent().unwrap();
-                let folder = folder.to_string_lossy().into_owned();
+                let folder = Path::new(&library.file.container_path)
+                    .parent()
+                    .unwrap()
+                    .to_string_lossy()
+                    .into_owned();
                 let is_passed = args
                     .windows(2)
                     .any(|a| a[0] == "--folder" && a[1] == folder);

@@ -46,8 +46,9 @@ impl NvidiaSmi {
         interval: Interval,
     ) -> Result<(), NvmlError> {
         let mut names = NAMES.iter();
-        let number = names.find(|(it, ..)| *it == interval);
-        let number = number.map_or("0", |(_, _, number)| number);
+        let number = names
+            .find(|(it, ..)| *it == interval)
+            .map_or("0", |(_, _, number)| number);
         self.run(SET, gpu_uuid, &format!("--set-timeslice={number}"))
             .map(drop)
     }
@@ -60,14 +61,14 @@ impl NvidiaSmi {
         })?;
         let output = command(program, &self.library)
             .args(["compute-policy", "-i", gpu_uuid, argument])
-            .output();
-        let output = output.map_err(|error| {
-            failed(
-                call,
-                gpu_uuid,
-                format!("cannot run {}: {error}", program.display()),
-            )
-        })?;
+            .output()
+            .map_err(|error| {
+                failed(
+                    call,
+                    gpu_uuid,
+                    format!("cannot run {}: {error}", program.display()),
+                )
+            })?;
         if output.status.success() {
             return Ok(text(&output));
         }

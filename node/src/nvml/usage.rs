@@ -121,16 +121,19 @@ fn sensors(device: &Device<'_>) -> Sensors {
         field::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
         field::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
     ];
-    let values = device.field_values_for(&fields.map(FieldId));
-    let mut values = values.unwrap_or_default().into_iter().map(|sample| {
-        let value = sample.ok()?.value.ok()?;
-        match value {
-            SampleValue::U32(value) => Some(u64::from(value)),
-            SampleValue::U64(value) => Some(value),
-            SampleValue::I64(value) => u64::try_from(value).ok(),
-            SampleValue::F64(_) => None,
-        }
-    });
+    let mut values = device
+        .field_values_for(&fields.map(FieldId))
+        .unwrap_or_default()
+        .into_iter()
+        .map(|sample| {
+            let value = sample.ok()?.value.ok()?;
+            match value {
+                SampleValue::U32(value) => Some(u64::from(value)),
+                SampleValue::U64(value) => Some(value),
+                SampleValue::I64(value) => u64::try_from(value).ok(),
+                SampleValue::F64(_) => None,
+            }
+        });
     let mut next = || values.next().flatten();
     Sensors {
         memory_temperature: next().and_then(|value| u32::try_from(value).ok()),

@@ -91,8 +91,12 @@ impl Processes {
     pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Option<Vec<FileId>> {
         if let Some(known) = self.known.get_mut(&pid) {
             known.asked = now;
-            let held = known.accounts.iter().copied();
-            let held: Vec<_> = held.filter(|held| accounts.contains(held)).collect();
+            let held: Vec<_> = known
+                .accounts
+                .iter()
+                .copied()
+                .filter(|held| accounts.contains(held))
+                .collect();
             if !held.is_empty() || now < known.again {
                 return Some(held);
             }
@@ -149,8 +153,10 @@ fn find(maps: &Path, accounts: &[FileId], found: &mut Vec<FileId>) -> io::Result
 
 /// The file of a line of `maps`: `start-end rights offset major:minor inode path`.
 fn mapped(line: &[u8]) -> Option<FileId> {
-    let fields = line.split(u8::is_ascii_whitespace);
-    let mut fields = fields.filter(|field| !field.is_empty()).skip(3);
+    let mut fields = line
+        .split(u8::is_ascii_whitespace)
+        .filter(|field| !field.is_empty())
+        .skip(3);
     let mut field = || str::from_utf8(fields.next()?).ok();
     let (major, minor) = field()?.split_once(':')?;
     let number = |hex| u32::from_str_radix(hex, 16).ok();

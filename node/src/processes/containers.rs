@@ -147,8 +147,8 @@ mod tests {
 
     #[test]
     fn a_process_is_found_by_the_pages_mounted_in_its_container() {
-        let proc = tempfile::tempdir().unwrap();
-        let proc = proc.path();
+        let folder = tempfile::tempdir().unwrap();
+        let proc = folder.path();
         let old = b"700 600 0:22 /tranche/shares/uid/uid-gpu-0/cap /etc/tranche/0/cap ro - tmpfs tmpfs rw\n";
         let new = b"1 2 0:9 / /\xff rw - tmpfs tmpfs rw\n\
             3 2 0:50 /uid-gpu-0/cap//deleted /etc/tranche/0/cap ro - tmpfs tmpfs rw\n";

@@ -432,16 +432,17 @@ impl Nvml for MigGpus {
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
         let gpus = self.describe()?.gpus;
-        let gpu = gpus.iter().find(|gpu| gpu.uuid == gpu_uuid);
-        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        let gpu = gpus
+            .iter()
+            .find(|gpu| gpu.uuid == gpu_uuid)
+            .ok_or_else(|| unknown(gpu_uuid))?;
         let memory = |total, reserved, used| Memory {
             total,
             reserved,
             used,
             free: total - reserved - used,
         };
-        let processes = self.lock().uses.get(gpu_uuid).cloned();
-        let processes = processes.unwrap_or_default();
+        let processes = self.lock().uses.get(gpu_uuid).cloned().unwrap_or_default();
         let used = processes.iter().filter_map(|it| it.bytes).sum();
         let busy = self.utilization_rates(gpu_uuid).ok();
         let state = self.mig_state(gpu_uuid)?;
@@ -490,8 +491,7 @@ impl Nvml for MigGpus {
             return Err(machine.failures.remove(at).1);
         }
         let Machine { gpus, uuids, .. } = &mut *machine;
-        let gpu = gpus.get_mut(gpu_uuid);
-        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        let gpu = gpus.get_mut(gpu_uuid).ok_or_else(|| unknown(gpu_uuid))?;
         gpu.change(change, uuids)?;
         machine.changes.push((gpu_uuid.to_owned(), *change));
         Ok(())
@@ -506,8 +506,10 @@ impl Nvml for MigGpus {
 
     fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError> {
         let mut machine = self.lock();
-        let gpu = machine.gpus.get_mut(gpu_uuid);
-        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        let gpu = machine
+            .gpus
+            .get_mut(gpu_uuid)
+            .ok_or_else(|| unknown(gpu_uuid))?;
         gpu.actual.compute_mode = mode;
         Ok(())
     }

@@ -127,27 +127,31 @@ impl Model {
         withheld: &[usize],
         before: Option<(&Self, &[Holding])>,
     ) -> Self {
-        let gpus = inventory.gpus.iter().zip(products).enumerate();
-        let gpus = gpus.map(|(number, (gpu, product))| {
+        let numbered = inventory.gpus.iter().zip(products).enumerate();
+        let gpus = numbered.map(|(number, (gpu, product))| {
             let total = gpu.memory.to_count().expect("bytes");
             let available = total - gpu.reserved_memory.to_count().expect("bytes");
             let offered = !withheld.contains(&number);
-            let offers = ORDER.into_iter().filter(|_| offered);
-            let offers: Vec<Offer> = offers
+            let offers: Vec<Offer> = ORDER
+                .into_iter()
+                .filter(|_| offered)
                 .filter_map(|tier| offer(tier, policy, total, available))
                 .collect();
             let withdrawn = before.map_or(Vec::new(), |(model, held)| {
-                let old = &model.gpus[number];
-                let old = old.offers.iter().chain(&old.withdrawn);
-                old.filter(|old| {
-                    held.iter()
-                        .any(|it| it.gpu == number && (it.tier, it.over) == (old.tier, old.over))
-                        && offers
+                let before = &model.gpus[number];
+                before
+                    .offers
+                    .iter()
+                    .chain(&before.withdrawn)
+                    .filter(|old| {
+                        held.iter().any(|it| {
+                            it.gpu == number && (it.tier, it.over) == (old.tier, old.over)
+                        }) && offers
                             .iter()
                             .all(|new| (new.tier, new.over) != (old.tier, old.over))
-                })
-                .cloned()
-                .collect()
+                    })
+                    .cloned()
+                    .collect()
             });
             Gpu {
                 product: *product,
@@ -206,8 +210,11 @@ impl Model {
     pub fn is_within_policy(&self, held: &[Holding], given: &Holding) -> Result<(), String> {
         let gpu = &self.gpus[given.gpu];
         let is_given = |it: &&Offer| (it.tier, it.over) == (given.tier, given.over);
-        let offer = gpu.offers.iter().find(is_given);
-        let offer = offer.ok_or_else(|| format!("GPU {} is not offered", given.gpu))?;
+        let offer = gpu
+            .offers
+            .iter()
+            .find(is_given)
+            .ok_or_else(|| format!("GPU {} is not offered", given.gpu))?;
         let on_gpu = held.iter().filter(|it| it.gpu == given.gpu);
         let (count, memory) = on_gpu.fold((0, 0), |(n, sum), it| (n + 1, sum + it.memory));
         if given.apart
@@ -255,8 +262,9 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
             let usable = usable * percent / 100 / step * step;
             let part = usable / u64::from(policy.max_sharers) / step * step;
             let cores_step = u64::from(policy.cores_step);
-            let default_memory = policy.default_memory.map(|steps| steps * step);
-            let default_memory = default_memory.unwrap_or(part.max(step));
+            let default_memory = policy
+                .default_memory
+                .map_or(part.max(step), |steps| steps * step);
             if least < 2 || default_memory > usable {
                 return None;
             }
@@ -407,8 +415,11 @@ impl Model {
         let wanted = |gpu: &Gpu| ask.product.is_none_or(|product| product == gpu.product);
         let gpus = self.gpus.iter().enumerate().filter(|(_, gpu)| wanted(gpu));
         gpus.flat_map(|(number, gpu)| {
-            let offers = gpu.offers.iter().enumerate();
-            let offers = offers.filter(|(_, offer)| ask.class.accepts(offer.tier, offer.over));
+            let offers = gpu
+                .offers
+                .iter()
+                .enumerate()
+                .filter(|(_, offer)| ask.class.accepts(offer.tier, offer.over));
             offers.map(move |(offer, _)| (number, offer))
         })
         .collect()

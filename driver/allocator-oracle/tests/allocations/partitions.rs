@@ -181,9 +181,11 @@ fn check(
         };
     }
     // All that MIG can make now, and that the claim accepts.
-    let possible = model.profiles.iter().filter(|it| wanted.accepts(it));
-    let possible = possible.flat_map(|it| it.starts.iter().map(move |start| (it, *start)));
-    let possible: Vec<Placed> = possible
+    let possible: Vec<Placed> = model
+        .profiles
+        .iter()
+        .filter(|it| wanted.accepts(it))
+        .flat_map(|it| it.starts.iter().map(move |start| (it, *start)))
         .filter(|(it, start)| !is_whole && fits(model, &instances, it, *start))
         .collect();
     let least = possible.iter().map(|(it, _)| it.memory_mib).min();

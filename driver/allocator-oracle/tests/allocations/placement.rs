@@ -36,8 +36,11 @@ fn publish(scheduler: &mut Scheduler, tiers: &[Tier]) {
         retained: &[],
     })
     .unwrap();
-    let objects = plan.slices.iter().map(|slice| plan.object(slice, 1));
-    let objects: Vec<_> = objects.collect();
+    let objects: Vec<_> = plan
+        .slices
+        .iter()
+        .map(|slice| plan.object(slice, 1))
+        .collect();
     scheduler.reset().unwrap();
     scheduler.publish("node-a", &objects).unwrap();
 }

@@ -122,11 +122,10 @@ impl Run<'_> {
     /// Publishes the slices that are planned now.
     fn publish(&mut self, policy: &Policy, withheld: &[usize]) -> Result<(), String> {
         let held: BTreeSet<&String> = self.pods.iter().flat_map(|pod| &pod.devices).collect();
-        let retained = self
+        let retained: Vec<PublishedDevice> = self
             .devices
             .iter()
-            .filter(|device| held.contains(&device.name));
-        let retained: Vec<PublishedDevice> = retained
+            .filter(|device| held.contains(&device.name))
             .filter_map(|device| {
                 Some(PublishedDevice {
                     content: Some(device.clone()),
@@ -210,8 +209,10 @@ impl Run<'_> {
         results: &[AllocationResult],
         promised: &[Vec<Granted>],
     ) -> Result<(), String> {
-        let allocated = results.iter().map(|result| self.read(result));
-        let allocated = allocated.collect::<Result<Vec<_>, _>>()?;
+        let allocated = results
+            .iter()
+            .map(|result| self.read(result))
+            .collect::<Result<Vec<_>, _>>()?;
         if allocated != promised {
             return Err(format!("promised {promised:?}, allocated {allocated:?}"));
         }
@@ -281,8 +282,8 @@ impl Run<'_> {
         let mut plans: Vec<PreparationPlan> = Vec::new();
         for (claim, result) in objects.iter().zip(results) {
             let claim = self::allocated(claim, result);
-            let allocation = Allocation::from_claim(&claim, &pool(NODE));
-            let allocation = allocation.map_err(|error| error.to_string())?;
+            let allocation =
+                Allocation::from_claim(&claim, &pool(NODE)).map_err(|error| error.to_string())?;
             let held = self.pods.iter().flat_map(|pod| &pod.plans).chain(&plans);
             match preparation::plan(&allocation, &self.inventory, held) {
                 Ok(plan) => plans.push(plan),
@@ -303,8 +304,10 @@ impl Run<'_> {
                 granted.holdings.push(holding);
                 continue;
             }
-            let choice = result.request.split_once("/choice-");
-            let choice = choice.map_or(0, |(_, number)| number.parse().unwrap());
+            let choice = result
+                .request
+                .split_once("/choice-")
+                .map_or(0, |(_, number)| number.parse().unwrap());
             let holdings = vec![holding];
             granted.push((result.request, Granted { choice, holdings }));
         }
@@ -312,12 +315,19 @@ impl Run<'_> {
     }
 
     fn holding(&self, result: &DeviceRequestAllocationResult) -> Result<Holding, String> {
-        let device = self.devices.iter().find(|it| it.name == result.device);
-        let device = device.ok_or_else(|| format!("no device {}", result.device))?;
+        let device = self
+            .devices
+            .iter()
+            .find(|it| it.name == result.device)
+            .ok_or_else(|| format!("no device {}", result.device))?;
         let text = |name: &str| device.attributes.as_ref()?[name].string.clone();
         let uuid = text(attribute::UUID).unwrap();
-        let over = result.device.parse::<DeviceName>().unwrap();
-        let over = over.oversubscription().map(|it| it.percent().into());
+        let over = result
+            .device
+            .parse::<DeviceName>()
+            .unwrap()
+            .oversubscription()
+            .map(|it| it.percent().into());
         let isolation = text(attribute::ISOLATION).unwrap();
         let tier: Tier = match over {
             Some(_) if isolation == OVERSUBSCRIBED => Tier::Capped,

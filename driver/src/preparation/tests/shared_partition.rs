@@ -253,13 +253,13 @@ fn any_results() -> impl Strategy<Value = Vec<Value>> {
         0..8_u32,
         1..45_u64,
         1..=100_u8,
-    );
-    let one = one.prop_map(|(name, kind, gib, cores)| match kind {
-        0 => capped("1Gi", "1"),
-        1 | 2 => partition(name),
-        3 | 4 => concurrent_share_of(name, &format!("{gib}Gi"), &cores.to_string()),
-        _ => share_of(name, &format!("{gib}Gi"), &cores.to_string()),
-    });
+    )
+        .prop_map(|(name, kind, gib, cores)| match kind {
+            0 => capped("1Gi", "1"),
+            1 | 2 => partition(name),
+            3 | 4 => concurrent_share_of(name, &format!("{gib}Gi"), &cores.to_string()),
+            _ => share_of(name, &format!("{gib}Gi"), &cores.to_string()),
+        });
     prop::collection::vec(one, 1..3)
 }
 

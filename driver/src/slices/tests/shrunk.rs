@@ -43,11 +43,12 @@ fn is_open(device: &Device) -> bool {
 
 fn counter_sets(plan: &SlicePlan) -> BTreeMap<String, CounterSet> {
     let contents = plan.slices.iter().map(|slice| &slice.content);
-    let sets = contents.filter_map(|content| match content {
-        Content::Counters(sets) => Some(sets),
-        Content::Devices(_) => None,
-    });
-    let sets = sets.flatten();
+    let sets = contents
+        .filter_map(|content| match content {
+            Content::Counters(sets) => Some(sets),
+            Content::Devices(_) => None,
+        })
+        .flatten();
     sets.map(|set| (set.name.clone(), set.clone())).collect()
 }
 
@@ -169,11 +170,12 @@ fn an_allocated_partition_of_a_removed_profile_takes_its_slices() {
         let sets = counter_sets(&after);
         let published = devices(&after);
         let kept = published.iter().find(|it| is_held(it)).unwrap();
-        let free = published
+        let mut free: Vec<_> = published
             .iter()
-            .filter(|it| is_open(it) && it.name.starts_with("gpu-00000000"));
-        let free = free.filter(|it| fits_beside(kept, it, &sets));
-        let mut free: Vec<_> = free.map(|it| &*it.name).collect();
+            .filter(|it| is_open(it) && it.name.starts_with("gpu-00000000"))
+            .filter(|it| fits_beside(kept, it, &sets))
+            .map(|it| &*it.name)
+            .collect();
         free.sort_unstable();
         assert_eq!(free, fitting, "{tiers:?}");
         assert_eq!(kept.taints.as_ref().unwrap()[0].key, taint::WITHDRAWN);
