@@ -1,6 +1,7 @@
-//! Pods that ask for devices by a container's resources instead of by a claim (KEP-5004): a DeviceClass has a name as
-//! `nvidia.com/gpu` for that, or its own name behind a prefix. The scheduler makes the claim when it has found a node, so that one that
-//! waits has none: [`claim`] is the one that the scheduler looks for.
+//! Pods that ask for devices by a container's resources instead of by a claim (KEP-5004). A DeviceClass can name such a
+//! resource, for example `nvidia.com/gpu`; its own name behind a prefix is a resource, too. The scheduler creates the
+//! claim when it has found a node, so a pod that waits has no claim. [`claim`] is the claim that the scheduler looks
+//! for.
 //!
 //! The rules are those of kube-scheduler 1.37 (`extendeddynamicresources.go` of its plugin dynamicresources).
 
@@ -14,12 +15,12 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Wire;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tranche_api::Quantity;
 
-/// Before a DeviceClass's name this is a resource, too.
+/// A DeviceClass's name behind this prefix is a resource, too.
 pub const IMPLICIT: &str = "deviceclass.resource.kubernetes.io/";
-/// The name of the claim that is not there yet, as the scheduler has it.
+/// The name that the scheduler gives to a claim that is not created yet.
 pub const NOT_MADE: &str = "<extended-resources>";
 
-/// The resources for which a DeviceClass may stand that a pod's containers ask for.
+/// The resources of a pod's containers that a DeviceClass may provide.
 #[must_use]
 pub fn names(pod: &Pod) -> BTreeSet<&str> {
     let spec = pod.spec.as_ref();
@@ -35,7 +36,7 @@ pub fn names(pod: &Pod) -> BTreeSet<&str> {
     names.filter(|name| is_extended(name)).collect()
 }
 
-/// The DeviceClass that stands for a resource: of several with its name the newest, and of these the first by name.
+/// The DeviceClass that provides a resource: the newest that names it; if several are equally new, the first by name.
 #[must_use]
 pub fn class_of<'a>(resource: &str, classes: &'a [DeviceClass]) -> Option<&'a DeviceClass> {
     if let Some(implicit) = resource.strip_prefix(IMPLICIT) {
@@ -53,8 +54,8 @@ fn name(class: &DeviceClass) -> &str {
     class.metadata.name.as_deref().unwrap_or_default()
 }
 
-/// The claim that the scheduler looks for in place of a pod's extended resources; `None` if it asks for none that a class stands
-/// for, or has the claim already.
+/// The claim that the scheduler looks for in place of a pod's extended resources. `None` if no class provides a
+/// resource that the pod asks for, or if the pod has the claim already.
 #[must_use]
 pub fn claim(pod: &Pod, classes: &[DeviceClass]) -> Option<ResourceClaim> {
     let status = pod.status.as_ref();
@@ -109,7 +110,7 @@ fn requests(
             requests.push((nth, count));
         }
     }
-    // A container that ends before others start has their devices first.
+    // A later container can use the devices of a container that ends before it starts.
     let later = |nth: usize| {
         let later = requests.iter().filter(|(other, _)| *other > nth);
         later.map(|(_, count)| count).sum::<u64>()
@@ -149,7 +150,7 @@ fn requested(container: &Container) -> Option<&BTreeMap<String, Wire>> {
     container.resources.as_ref()?.requests.as_ref()
 }
 
-/// Whether a resource is none of Kubernetes' own.
+/// Whether a resource is an extended one, not one of Kubernetes' own.
 fn is_extended(resource: &str) -> bool {
     let Some((domain, _)) = resource.split_once('/') else {
         return false;

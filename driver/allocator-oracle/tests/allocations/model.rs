@@ -1,5 +1,5 @@
-//! What we promise of a node, without slices: which tiers a GPU is offered in, what a share of it takes, and which GPU a
-//! claim gets first. It knows neither devices nor counters nor request policies.
+//! What we promise for a node, without slices: the tiers in which a GPU is offered, what a share takes of it, and which
+//! GPU a claim gets first. The model does not use devices, counters or request policies.
 
 use tranche_api::gpu_node::Inventory;
 use tranche_api::tier::Tier;
@@ -7,10 +7,10 @@ use tranche_api::tier::Tier;
 use crate::demand::{Ask, Claim, Number, Uuids};
 use crate::node::Policy;
 
-/// Bytes of a context that nobody measured, which a device has room for.
+/// The assumed bytes of a context that nobody measured. A device has room for one.
 const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
-/// The tiers of one GPU in the order in which claims that accept several get them.
+/// The tiers of one GPU, in the order in which a claim that accepts several tries them.
 const ORDER: [Tier; 5] = [
     Tier::Capped,
     Tier::Concurrent,
@@ -19,7 +19,7 @@ const ORDER: [Tier; 5] = [
     Tier::Passthrough,
 ];
 
-/// What a claim has of one GPU.
+/// What a claim holds of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holding {
     /// The GPU's place in the order of PCI addresses.
@@ -32,7 +32,7 @@ pub struct Holding {
     pub cores: u64,
     /// Bytes that are kept free for its CUDA context.
     pub context: u64,
-    /// Whether no other that asks so may have a share of the GPU.
+    /// Whether no other share with this constraint may be on the GPU.
     pub apart: bool,
 }
 
@@ -45,7 +45,7 @@ pub struct Model {
 #[derive(Debug)]
 struct Gpu {
     product: usize,
-    /// Bytes in total, and what the driver leaves of them.
+    /// Bytes in total, and without the driver's reserve.
     total: u64,
     available: u64,
     offers: Vec<Offer>,
@@ -83,7 +83,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// What a claim with these sizes takes of the tier; `None` where the tier has no such sizes.
+    /// What a claim with these sizes takes of the tier; `None` if the tier does not have such sizes.
     fn share(&self, ask: &Ask) -> Option<(u64, u64, u64)> {
         match self {
             Self::Capped {
@@ -119,7 +119,7 @@ impl Kind {
 }
 
 impl Model {
-    /// `withheld` are the GPUs that are not offered, `before` the node until now and what is held of it.
+    /// `withheld` are the GPUs that are not offered. `before` is the node before the change and what claims hold of it.
     pub fn new(
         inventory: &Inventory,
         products: &[usize],
@@ -166,8 +166,8 @@ impl Model {
         }
     }
 
-    /// What the claims of a pod get where `held` is held: for each claim and each of its requests the number of the chosen
-    /// alternative and the devices. It tries everything, in order: the first that fits is taken.
+    /// What the claims of a pod get beside `held`: for each request of each claim, the number of the chosen alternative
+    /// and the devices. It tries everything in order and takes the first that fits.
     pub fn allocate(&self, pod: &[Claim], held: &[Holding]) -> Option<Vec<Vec<Granted>>> {
         let mut search = Search {
             model: self,
@@ -178,8 +178,8 @@ impl Model {
         search.request(0, 0).then_some(search.granted)
     }
 
-    /// Whether the hardware can do what these holdings want of it: one tier on a GPU at a time, an exclusive GPU once, the
-    /// caps of shares in what there is.
+    /// Whether the hardware can serve these holdings: a GPU serves one tier at a time, an exclusive GPU has one claim,
+    /// and the caps of all shares fit the GPU.
     pub fn is_realisable(&self, held: &[Holding]) -> Result<(), String> {
         for (number, gpu) in self.gpus.iter().enumerate() {
             let on_gpu = || held.iter().filter(|it| it.gpu == number);
@@ -206,7 +206,7 @@ impl Model {
         Ok(())
     }
 
-    /// Whether a GPU that was given in this tier has at most the sharers and the memory that the policy lets it have.
+    /// Whether a GPU that was allocated in this tier has no more sharers and memory than the policy allows.
     pub fn is_within_policy(&self, held: &[Holding], given: &Holding) -> Result<(), String> {
         let gpu = &self.gpus[given.gpu];
         let is_given = |it: &&Offer| (it.tier, it.over) == (given.tier, given.over);
@@ -246,7 +246,7 @@ impl Model {
     }
 }
 
-/// How a GPU with so many bytes is offered; `None` where it is not.
+/// How a GPU with this memory is offered; `None` if it is not.
 fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offer> {
     if !policy.tiers.contains(&tier) {
         return None;
@@ -298,12 +298,12 @@ pub struct Granted {
     pub holdings: Vec<Holding>,
 }
 
-/// The search for the first allocation that fits, depth first. What it tries is in `held` and `granted`.
+/// A depth-first search for the first allocation that fits. `held` and `granted` hold the current attempt.
 struct Search<'a> {
     model: &'a Model,
     pod: &'a [Claim],
     held: Vec<Holding>,
-    /// One list of requests for each claim that was begun.
+    /// One list of requests for each claim that the search has reached.
     granted: Vec<Vec<Granted>>,
 }
 
@@ -332,7 +332,7 @@ impl Search<'_> {
         false
     }
 
-    /// Tries the request's next device, from a GPU and a tier on.
+    /// Tries the request's next device, starting at this GPU and tier.
     fn device(&mut self, claim: usize, request: usize, from: (usize, usize)) -> bool {
         let granted = &self.granted[claim][request];
         let ask = &self.pod[claim].requests[request].asks()[granted.choice];
@@ -363,7 +363,7 @@ impl Search<'_> {
         false
     }
 
-    /// What the claim gets of a GPU in a tier, where that fits beside what is held.
+    /// What the claim gets of a GPU in a tier, if that fits beside `held`.
     fn fit(&self, claim: usize, ask: &Ask, gpu: usize, number: usize) -> Option<Holding> {
         let offer = &self.model.gpus[gpu].offers[number];
         let (memory, cores, context) = offer.kind.share(ask)?;
@@ -410,7 +410,7 @@ impl Search<'_> {
 }
 
 impl Model {
-    /// The GPUs and tiers that the class and the product of an ask select, in order.
+    /// The GPUs and tiers that match the class and the product of an ask, in order.
     fn places(&self, ask: &Ask) -> Vec<(usize, usize)> {
         let wanted = |gpu: &Gpu| ask.product.is_none_or(|product| product == gpu.product);
         let gpus = self.gpus.iter().enumerate().filter(|(_, gpu)| wanted(gpu));

@@ -1,4 +1,4 @@
-//! On which GPUs several claims are, where they come at once.
+//! On which GPUs several claims are allocated that are created at the same time.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -23,14 +23,15 @@ use crate::node::{Event, Policy, Story, inventory};
 
 const NODE: &str = "node-a";
 
-/// What happened in stories.
+/// The number of times that something happened in stories.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Count {
     /// Pods that were allocated what was promised.
     pub started: u32,
-    /// Pods that nothing was promised to and nothing was allocated to.
+    /// Pods that were promised nothing and got nothing.
     pub pending: u32,
-    /// Of those, pods that the node refuses if an allocator that knows of no other claim gives them something.
+    /// Those among them that the node refuses if an allocator that ignores all other claims allocates something to
+    /// them.
     pub refused: u32,
     /// Changes of the policy while claims had devices that are no longer offered.
     pub withdrawn: u32,
@@ -72,7 +73,7 @@ struct Run<'a> {
     count: Count,
 }
 
-/// Runs a story with slices that `distort` has changed. The error says at which event what was wrong.
+/// Runs a story with slices that `distort` has changed. The error names the event and the problem.
 pub fn story(
     scheduler: &mut Scheduler,
     story: &Story,
@@ -245,8 +246,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A pod gets nothing. An allocator that knows of no other claim may give it something: the node refuses that exactly
-    /// where the hardware cannot do it.
+    /// A pod gets nothing. An allocator that ignores all other claims may allocate something: the node must refuse it
+    /// exactly if the hardware cannot serve it.
     fn refuse(&mut self, objects: &[ResourceClaim]) -> Result<(), String> {
         let outcome = self.scheduler.allocate(objects, Knowledge::None);
         let Outcome::Allocated(results) = outcome.map_err(|error| error.to_string())? else {
@@ -273,7 +274,7 @@ impl Run<'_> {
         }
     }
 
-    /// What the node would do for the claims, one after the other.
+    /// What the node would do for the claims, in order.
     fn prepare(
         &self,
         objects: &[ResourceClaim],
