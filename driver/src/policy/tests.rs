@@ -372,8 +372,8 @@ fn a_bad_policy_refuses_its_gpus_and_leaves_the_others_alone() {
     assert!(terms(&policies, &labels(&[]), &other).is_ok());
 }
 
-/// Policies, and the field by which each is refused. The suite on the cluster gives the same ones
-/// to the API server: its rules and ours must agree.
+/// Policies, and the field for which each is refused. The suite on the cluster gives the same ones to the API server:
+/// its rules and ours must agree.
 const SHARED: &str = include_str!("../../../api/testdata/sharing-policies.json");
 
 #[test]
@@ -387,7 +387,7 @@ fn the_api_servers_rules_and_ours_agree() {
                 let problem = Terms::try_from(&spec).expect_err("refused").to_string();
                 assert!(problem.starts_with(field), "{case}: {problem}");
             }
-            // What the types cannot hold the schema must not let pass.
+            // The schema must refuse what the types cannot hold.
             (Some(_), Err(_)) => {}
         }
     }
@@ -506,7 +506,7 @@ fn every_capability_has_its_libraries_and_others_are_refused() {
     );
 }
 
-/// Fields of a policy that hold anything at all, some of it nearly right.
+/// Fields of a policy with any content, some of it nearly valid.
 fn any_spec() -> impl Strategy<Value = Value> {
     let word = prop_oneof![
         prop::sample::select(vec![
@@ -591,7 +591,7 @@ fn any_spec() -> impl Strategy<Value = Value> {
 }
 
 proptest! {
-    /// What cannot be decoded is refused by the schema before it gets here.
+    /// The schema refuses a policy that cannot be decoded, so it never gets here.
     #[test]
     fn any_policy_that_decodes_is_planned_or_refused_by_its_field(spec in any_spec()) {
         let Ok(decoded) = serde_json::from_value::<SharingPolicySpec>(spec.clone()) else {

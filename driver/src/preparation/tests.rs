@@ -137,7 +137,7 @@ fn a_concurrent_share_has_its_caps_by_mps_and_the_shim() {
     assert!(!held_of(&gpu(0).uuid, [&other]).mps);
 }
 
-/// What an allocator that ignores counters might give away.
+/// What an allocator that ignores counters might allocate.
 #[test]
 fn a_concurrent_share_goes_with_no_other_tier() {
     let held = prepared("held", &[concurrent(0, "20Gi", "60")], &[]);
@@ -394,7 +394,7 @@ fn a_claims_own_earlier_plan_is_no_conflict() {
     );
 }
 
-/// Results on two GPUs in all tiers, many of which conflict.
+/// Results on two GPUs in all tiers; many of them conflict.
 fn any_results() -> impl Strategy<Value = Vec<Value>> {
     let one =
         (0..3_u32, 0..5_u32, 1..90_u64, 1..=100_u8).prop_map(

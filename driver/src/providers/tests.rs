@@ -103,13 +103,13 @@ fn a_live_plugin_that_the_kubelet_omits_takes_all_gpus() {
     assert_eq!(withheld(&seen), [gpu(0).uuid, gpu(1).uuid]);
     let message = verdict(&two(), &seen).withheld[0].message.clone();
     assert!(message.contains("nvidia-gpu.sock"), "{message}");
-    // Where the kubelet answers, its answer counts: the plugin may serve other GPUs, or none yet.
+    // If the kubelet answers, its answer counts: the plugin may serve other GPUs, or none yet.
     let answered = Seen {
         kubelet: Some(Ok(Kubelet::default())),
         ..seen
     };
     assert_eq!(withheld(&answered), [""; 0]);
-    // A kubelet that does not answer is no reason by itself.
+    // A kubelet that does not answer is not a reason by itself.
     let quiet = Seen {
         kubelet: Some(Err("no such file".to_owned())),
         ..Seen::default()

@@ -49,7 +49,7 @@ fn planned(inventory: &Inventory, policies: &[SharingPolicy]) -> SlicePlan {
     plan(&input(inventory, policies, &BTreeMap::new())).unwrap()
 }
 
-/// The plan where these devices are published, of which the API server would store everything.
+/// The plan after these devices were published and the API server stored all of each.
 fn replanned(
     inventory: &Inventory,
     policies: &[SharingPolicy],
@@ -84,7 +84,7 @@ fn devices(plan: &SlicePlan) -> Vec<Device> {
         .collect()
 }
 
-/// Published devices of which all was read.
+/// Published devices that were read completely.
 fn whole(devices: &[Device]) -> Vec<PublishedDevice> {
     devices
         .iter()
@@ -408,7 +408,7 @@ fn a_change_of_any_field_keeps_every_device_under_its_name() {
         closed.retain(is_closed);
         let expected: BTreeSet<_> = withdrawn.iter().map(ToString::to_string).collect();
         assert_eq!(named(closed), expected, "{rest}");
-        // Whatever has the GPU keeps all of it from the other tiers.
+        // Every device takes the whole GPU from the other tiers.
         for device in devices(&after) {
             let consumed = &device.consumes_counters.unwrap()[0];
             let whole = &devices(&before)[0].consumes_counters.clone().unwrap()[0];
@@ -501,7 +501,7 @@ fn a_gpu_is_offered_to_virtual_machines_where_vfio_can_have_it() {
             ("gpu-00000000", None)
         ]
     );
-    // A claim takes all of the GPU, however it is offered.
+    // A claim takes the whole GPU, in every tier.
     assert_eq!(free[0].consumes_counters, free[1].consumes_counters);
     assert_eq!(capacities(&free[0]), capacities(&free[1]));
 
@@ -523,7 +523,7 @@ fn a_gpu_is_offered_to_virtual_machines_where_vfio_can_have_it() {
     }
 }
 
-/// What only partitions have.
+/// Attributes that only partitions have.
 pub(in crate::slices) const PARTITION_ATTRIBUTES: [&str; 2] =
     [attribute::PROFILE, attribute::PARENT_UUID];
 pub(in crate::slices) const PARTITION_CAPACITIES: [&str; 6] = [
@@ -559,11 +559,11 @@ fn versions_are_semantic_and_long_names_cut() {
     assert!(!attributes.contains_key(attribute::NUMA_NODE));
 }
 
-/// What makes a GPU odd, the spec of its policy, and what is expected to be withheld.
+/// An unusual GPU, the spec of its policy, and the expected reasons.
 type OddGpu = (fn(&mut Gpu), Value, WithheldGpu);
 
-/// Everything in which one of two GPUs may be odd: the description, the policy of its product, and
-/// what is said of it.
+/// Everything in which one of two GPUs may be unusual: the description, the policy of its product, and the expected
+/// reason.
 fn odd_gpus() -> Vec<OddGpu> {
     let uuid = gpu(1).uuid;
     let all = json!({"tiers": ["exclusive", "capped", "timeshared"]});

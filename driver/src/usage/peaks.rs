@@ -21,8 +21,9 @@ struct Sampled {
 }
 
 impl Peaks {
-    /// Takes a sample of one GPU at `now`, in seconds of any monotonic clock. `weights` has the devices of the GPU of which
-    /// the driver tells what each process holds; a process that may use several of them is divided by their weights.
+    /// Takes a sample of one GPU at `now`, in seconds of any monotonic clock. `weights` has the devices of the GPU for
+    /// which the driver reports what each process holds; a process that may use several of them is divided by their
+    /// weights.
     pub fn add<'a>(
         &mut self,
         now: u64,

@@ -1,4 +1,4 @@
-//! A policy that offers less than before, while claims hold what it no longer offers.
+//! A policy that offers less than before, while claims still hold the rest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -74,7 +74,7 @@ fn place(device: &Device) -> Option<Place> {
     device.name.parse::<DeviceName>().unwrap().place()
 }
 
-/// Whether a GPU can have both at once.
+/// Whether a GPU can serve both at once.
 fn can_be_both(geometry: &Geometry, first: &Device, second: &Device) -> bool {
     let (Some(first), Some(second)) = (place(first), place(second)) else {
         return false;
@@ -116,7 +116,7 @@ proptest! {
         let offered = planned(&node, &shrunk);
         let after = replanned(&node, &shrunk, &[], std::slice::from_ref(&held));
 
-        // It is there once, with all that it takes, closed unless it is still offered.
+        // It is published once, with everything that it takes, and closed unless it is still offered.
         let published = devices(&after);
         let kept: Vec<_> = published.iter().filter(|it| it.name == held.name).collect();
         prop_assert_eq!(kept.len(), 1);
@@ -128,7 +128,7 @@ proptest! {
         let open: BTreeSet<String> = published.iter().filter(|it| is_open(it)).map(|it| it.name.clone()).collect();
         prop_assert_eq!(&open, &offered_names);
 
-        // What is offered on its GPU fits beside it exactly where the GPU can have both.
+        // What is offered on its GPU fits beside it exactly if the GPU can serve both.
         let sets = counter_sets(&after);
         let set = &held.consumes_counters.as_ref().unwrap()[0].counter_set;
         prop_assert_eq!(&sets[set], &counter_sets(&before)[set]);
@@ -141,7 +141,7 @@ proptest! {
             );
         }
 
-        // After its release it is as if nobody had held it.
+        // After its release the plan is as if nobody had held it.
         prop_assert_eq!(replanned(&node, &shrunk, &[], &[]), offered);
     }
 }
