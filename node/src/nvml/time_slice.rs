@@ -1,8 +1,8 @@
 //! The length of a GPU's time slices, by the driver's own `nvidia-smi compute-policy`.
 //!
-//! NVML has no public function for it: nvidia-smi calls an unnamed one, whose place in a private table changes with the
-//! driver. So the program of the same driver is run, as NVIDIA's DRA driver does. It gets the driver's library by
-//! `LD_PRELOAD`: a search path would give it the host's C library, too, which need not fit this process's loader.
+//! NVML has no public function for it: nvidia-smi calls an unnamed one, whose position in a private table changes with
+//! the driver. So the nvidia-smi of the same driver is run, as NVIDIA's DRA driver does. It gets the driver's library
+//! by `LD_PRELOAD`: a search path would also give it the host's C library, which may not fit this process's loader.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -95,7 +95,7 @@ fn failed(call: &'static str, gpu_uuid: &str, reason: String) -> NvmlError {
     }
 }
 
-/// What it printed, errors last.
+/// Its output, errors last.
 fn text(output: &Output) -> String {
     let [printed, errors] =
         [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));

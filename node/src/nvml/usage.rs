@@ -1,4 +1,4 @@
-//! What NVML says of a GPU's use and sensors, in the units of [`tranche_api::usage`].
+//! What NVML reports about a GPU's use and sensors, in the units of [`tranche_api::usage`].
 
 use nvml_wrapper::Device;
 use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
@@ -34,7 +34,8 @@ const RATES: [GpmMetricId; 4] = [
 /// Bytes in the unit of GPM's rates (nvml.h: MiB/sec). The names of nvml-wrapper speak of bytes per second.
 const MIB: f64 = 1_048_576.0;
 
-/// A GPU, without its processes and partitions. Only a GPU that is lost is an error: what else fails is not reported of it.
+/// A GPU, without its processes and partitions. Only a lost GPU is an error: other values whose call fails are left
+/// out.
 pub(super) fn of_gpu(
     device: &Device<'_>,
     uuid: &str,
@@ -84,7 +85,7 @@ fn add_rates(sensors: &mut Sensors, found: &[(GpmMetricId, f64)]) {
     }
 }
 
-/// How busy a GPU instance is, where GPM says so.
+/// How busy a GPU instance is, if GPM reports it.
 pub(super) fn of_instance(device: &Device<'_>, uuid: &str, id: u32, gpm: &Gpm) -> Utilization {
     let metrics = MEASURES.map(|(id, _)| id);
     let found = gpm.read(device, uuid, Some(id), &metrics);

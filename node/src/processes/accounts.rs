@@ -36,15 +36,14 @@ impl From<&fs::Metadata> for FileId {
     }
 }
 
-/// How long a process without a share is not read again, in nanoseconds.
+/// For how many nanoseconds a process without a share is not read again.
 const CHECK_NANOS: u64 = 1_000_000_000;
 
 /// The same for a process whose maps are too long to be read to their end, because reading them
 /// takes long.
 const LONG_NANOS: u64 = 60 * CHECK_NANOS;
 
-/// A process that is not asked for in this time has ended, in nanoseconds: a working process has a
-/// sample every second.
+/// A process that nobody asks about for this many nanoseconds has ended: a working process has a sample every second.
 const ENDED_NANOS: u64 = 2 * CHECK_NANOS;
 
 /// The most bytes that are read of a process's maps: as many lines as the kernel allows by default,
@@ -66,7 +65,7 @@ struct Known {
     accounts: Vec<FileId>,
     /// When it is read again, if it has none.
     again: u64,
-    /// When it was last asked for.
+    /// When somebody last asked about it.
     asked: u64,
 }
 
@@ -79,15 +78,15 @@ impl Processes {
         }
     }
 
-    /// Forgets the processes that nobody has asked for in the last [`ENDED_NANOS`]: they have ended, and
-    /// their PIDs may be reused.
+    /// Forgets the processes that nobody has asked about in the last [`ENDED_NANOS`]: they have ended, and their PIDs
+    /// may be reused.
     pub fn forget_ended(&mut self, now: u64) {
         self.known
             .retain(|_, known| now.saturating_sub(known.asked) < ENDED_NANOS);
     }
 
-    /// Which of `accounts` process `pid` has mapped. Also none if its maps cannot be read because it
-    /// belongs to another user. `None` if it has ended, or this `/proc` is not the host's.
+    /// Which of `accounts` process `pid` has mapped; empty also if its maps cannot be read because it belongs to
+    /// another user. `None` if it has ended, or this `/proc` is not the host's.
     pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Option<Vec<FileId>> {
         if let Some(known) = self.known.get_mut(&pid) {
             known.asked = now;

@@ -30,7 +30,7 @@ pub struct Identity {
     pub inner_pid: Option<u64>,
     /// The UID of its pod, if it is in one.
     pub pod: Option<String>,
-    /// The name of its container, if the kubelet's mounts in it say it.
+    /// The name of its container, if the kubelet's mounts in it name it.
     pub container: Option<String>,
     /// The requested keys of devices that its container has.
     pub keys: Vec<String>,

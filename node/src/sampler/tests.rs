@@ -1,4 +1,4 @@
-//! What the sampler reads of shares and writes for them.
+//! What the sampler reads from shares and writes for them.
 
 use std::fs;
 
@@ -75,7 +75,7 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
         share(root.path(), "c", None),
     ];
     let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
-    // Nobody works: nothing is written.
+    // No share works: nothing is written.
     let outcomes = sampler.step(SECOND, &shares, &mut busy);
     assert_eq!(outcomes.len(), 2);
     // It uses the utilization of the whole GPU, and reports that.
@@ -143,8 +143,7 @@ fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
     fs::write(folder.join("maps"), maps).unwrap();
 }
 
-/// The part of an answer that each share gets, after the first one spent so much; and that of ended
-/// processes.
+/// The part of an answer that each share gets after the first share spent `spent`, and the part of ended processes.
 fn assigned(
     proc: &Path,
     folders: &[PathBuf; 2],
@@ -184,7 +183,7 @@ fn work_of_a_process_of_two_shares_is_divided_as_charged() {
     let accounts = folders.each_ref().map(|folder| folder.join("account"));
     proc_of(root.path(), 7, &accounts.each_ref().map(PathBuf::as_path));
     let assigned = |spent| assigned(root.path(), &folders, spent, &[(7, 0.5)]);
-    // First neither was charged; then one of them was.
+    // At first neither was charged, then one of them was.
     assert_eq!(assigned(0), ([0.25, 0.25], 0.0));
     assert_eq!(assigned(SECOND), ([0.5, 0.0], 0.0));
 }
@@ -266,7 +265,7 @@ fn a_share_of_the_same_name_is_another_one() {
     account.unwrap().write_all_at(&[0; 8], 384).unwrap();
     sampler.step(2 * SECOND, &folders, &mut busy);
     assert_eq!(refill(&folders[0]).0, 1);
-    // First its account, later its cap page.
+    // First its account is replaced, then its cap page.
     let mut at = 2 * SECOND;
     for page in ["account", "cap"] {
         let other = share(root.path(), "other", Some(25));
