@@ -1,4 +1,4 @@
-//! Asks a node's plugin, within a deadline, and believes only what the plugin says of its own node.
+//! Asks a node's plugin, within a deadline, and accepts only usage of the plugin's own node.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,7 +17,7 @@ use crate::plugins::Plugins;
 
 /// How long a plugin may take.
 pub const DEADLINE: Duration = Duration::from_secs(2);
-/// The most plugins that are asked at the same time; so many answers are in memory at most.
+/// The most plugins that are asked at the same time, and so the most answers in memory.
 pub const AT_ONCE: usize = 64;
 /// The longest answer in bytes: a node of 16 GPUs with 48 shares each has some 700 KB.
 pub const MAX_ANSWER: usize = 1 << 20;
@@ -115,7 +115,7 @@ impl Reader {
         self.ask(node, plugin, |_, usage| Ok(usage)).await
     }
 
-    /// What `keep` makes of the answer of `node`, whose plugin is at `plugin`; or why the usage is not known.
+    /// The result of `keep` for the answer of `node`, whose plugin is at `plugin`; or why the usage is not known.
     pub async fn ask<T>(
         &self,
         node: &str,

@@ -1,5 +1,6 @@
-//! Reads what [`serve`](crate::server::serve) serves elsewhere: a GET over TLS with a bearer token. The certificate is not verified, because
-//! it is self-signed: send no token that opens anything else ([`AUDIENCE`](crate::access::AUDIENCE)).
+//! Reads from another process's [`serve`](crate::server::serve): a GET over TLS with a bearer token. The certificate is
+//! not verified, because it is self-signed: send no token that is valid for anything else
+//! ([`AUDIENCE`](crate::access::AUDIENCE)).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ pub enum ReadError {
     /// No TLS.
     #[error("TLS: {0}")]
     Tls(#[source] std::io::Error),
-    /// The token is no text for a header.
+    /// The token cannot be a header's value.
     #[error("the token has characters that no token has")]
     Token,
     /// No HTTP, or the connection ended.
@@ -39,10 +40,10 @@ pub enum ReadError {
     /// The answer ended early.
     #[error("the answer: {0}")]
     Body(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The answer is longer than wanted.
+    /// The answer is longer than the limit.
     #[error("the answer has more than {limit} bytes")]
     TooLong {
-        /// The most that is read.
+        /// The limit, in bytes.
         limit: usize,
     },
 }
@@ -102,7 +103,7 @@ impl Client {
         self.send(stream, request, limit).await
     }
 
-    /// Status and body of the answer to a request that is sent on a connection of its own.
+    /// Status and body of the answer to a request, which is sent on its own connection.
     pub async fn send(
         &self,
         stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -138,7 +139,7 @@ impl Client {
         tokio::select! {
             biased;
             done = &mut exchange => done,
-            // What the connection read before it ended is still there for the exchange.
+            // The exchange can still use what the connection read before it ended.
             _ = connection => exchange.await,
         }
     }
