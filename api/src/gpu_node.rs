@@ -1,12 +1,12 @@
 //! `GpuNode`: what a node's hardware and driver can do, as its plugin reads it from NVML.
 //!
-//! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with
-//! its own field manager: the plugin writes `inventory`, `withheld` and `registration`, the
-//! controller `published`, and each its own `conditions`. The hardware's part has no policy in it;
-//! what of the policies the node itself needs comes back to it in `published.gpus`.
+//! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with its own field manager:
+//! the plugin writes `inventory`, `withheld` and `registration`, the controller `published`, and each its own
+//! `conditions`. The hardware's part contains no policy; `published.gpus` returns to the node what it needs of the
+//! policies.
 //!
-//! What the schema lets pass, the types here can hold: one object that does not decode would blind
-//! a watch to all nodes.
+//! The types can hold everything that the schema accepts: one object that cannot be decoded would blind a watch to all
+//! nodes.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::CustomResource;

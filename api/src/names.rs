@@ -9,8 +9,8 @@ pub const VERSION: &str = "v1alpha1";
 /// `apiVersion` of everything in [`GROUP`].
 pub const API_VERSION: &str = "gpu.tranche.dev/v1alpha1";
 
-/// Whether a DeviceClass has a name as ours have: `capped.gpu.tranche.dev`. An administrator's own class of our devices has to have
-/// such a name to be known by it.
+/// Whether a DeviceClass has a name in our domain: `capped.gpu.tranche.dev`. An administrator's own class of our
+/// devices is recognized only by such a name.
 #[must_use]
 pub fn is_class(name: &str) -> bool {
     name.strip_suffix(DRIVER)
@@ -20,9 +20,9 @@ pub fn is_class(name: &str) -> bool {
 /// The attribute `isolation` of capped shares of a GPU whose memory is oversubscribed, and the first word of their DeviceClass.
 pub const OVERSUBSCRIBED: &str = "oversubscribed";
 
-/// The annotation of a claim or a pod that its holder keeps, with the value [`KEEP`], though it is idle.
+/// The annotation that protects an idle claim or pod, with the value [`KEEP`].
 pub const IDLE_ANNOTATION: &str = "gpu.tranche.dev/idle";
-/// The value of [`IDLE_ANNOTATION`] that has a meaning.
+/// The only value of [`IDLE_ANNOTATION`] that has an effect.
 pub const KEEP: &str = "keep";
 
 /// The labels by which the chart marks the node plugins' pods.

@@ -1,12 +1,11 @@
 //! Kubernetes quantities with exact arithmetic and Go's canonical form.
 //!
-//! A [`Quantity`] is a whole number of billionths in an `i128`, so sums and comparisons never
-//! round. Two quantities are equal when their values are, however they are written; printing gives
-//! the form that `k8s.io/apimachinery/pkg/api/resource` gives: the suffix family of the text is
-//! kept, the number has no fraction, and the suffix is the largest that allows it.
-//! Where Go silently changes an amount (it rounds beyond nine decimal places and cuts binary
-//!amounts off at 2^63-1), parsing here fails, because a limit must not differ from what its author
-//!wrote.
+//! A [`Quantity`] is a whole number of billionths in an `i128`, so sums and comparisons never round. Two quantities are
+//! equal if their values are, in whatever form they are written. Printing gives the form of
+//! `k8s.io/apimachinery/pkg/api/resource`: the suffix family of the text is kept, the number has no fraction, and the
+//! suffix is the largest that allows it. Go silently changes some amounts: it rounds beyond nine decimal places and cuts
+//! binary amounts off at 2^63-1. Parsing here fails for them, because a limit must not differ from what its author
+//! wrote.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -92,7 +91,7 @@ pub enum ParseError {
 #[error("the result is out of range: its magnitude must stay below 1.7e29")]
 pub struct Overflow;
 
-/// An amount that is not a count of bytes or of anything else.
+/// An amount that is not a count of anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CountError {
     /// Below zero.
@@ -148,7 +147,7 @@ impl Quantity {
         u64::try_from(self.nanos / UNIT).map_err(|_| CountError::TooLarge(self))
     }
 
-    /// As [`Quantity::to_count`], with a fraction rounded up, as Go's `Value` does.
+    /// Like [`Quantity::to_count`], with a fraction rounded up, as Go's `Value` does.
     pub fn to_count_rounded_up(self) -> Result<u64, CountError> {
         let fraction = self.nanos.rem_euclid(UNIT);
         let missing = if fraction == 0 { 0 } else { UNIT - fraction };

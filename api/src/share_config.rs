@@ -12,11 +12,10 @@
 //!  parameters of the claim ─► decode ─► Parameters ─┴─ overlaid_by ─► resolve ─► ShareConfig
 //! ```
 //!
-//! Decoding is strict: unknown fields, wrong kinds and wrong types are refused with the field's
-//! path, in admission and again in Prepare, because the API server does not validate opaque
-//! parameters. Several parameters for one request are merged field by field; a field that the later
-//! one leaves out keeps the earlier one's value. The class comes before the claim, so the claim's
-//! author decides every field that the claim sets.
+//! Decoding is strict: unknown fields, wrong kinds and wrong types are refused with the field's path, in admission and
+//! again in Prepare, because the API server does not validate opaque parameters. Several parameters for one request are
+//! merged field by field; a field that the later one leaves out keeps the earlier value. The class comes before the
+//! claim, so the claim's author decides every field that the claim sets.
 
 mod decode;
 
@@ -81,7 +80,7 @@ impl Parameters {
     /// Reads the parameters of one `opaque` entry. Any JSON gives either parameters or an error.
     pub fn decode(parameters: &serde_json::Value) -> Result<Self, DecodeError> {
         let root = Object::root(parameters)?;
-        // The kind is checked first: the fields of another kind should not be reported as unknown.
+        // The kind is checked first, so that the fields of another kind are not reported as unknown.
         root.constant("kind", KIND)?;
         root.constant("apiVersion", API_VERSION)?;
         let root = root.only(&FIELDS)?;
@@ -111,7 +110,7 @@ impl Parameters {
     }
 }
 
-/// Whether a config entry that names `requests` concerns the allocation result of `request`.
+/// Whether a config entry that names `requests` applies to the allocation result of `request`.
 ///
 /// No names means every request. A result of a `firstAvailable` request is called `main/sub`; an
 /// entry may name `main`, for all its subrequests, or `main/sub`.

@@ -1,13 +1,12 @@
-//! `SharingPolicy`: what the cluster's admin offers of the hardware.
+//! `SharingPolicy`: how the cluster's admin offers the hardware.
 //!
-//! Cluster-scoped. Of the policies that match a GPU, the one with the highest `priority` holds;
-//! among equals the first by name. A GPU that no policy matches is offered as exclusive only.
+//! Cluster-scoped. Of the policies that match a GPU, the one with the highest `priority` applies; among equals the
+//! first by name. A GPU that no policy matches is offered as exclusive only.
 //!
-//! The schema lets the API server refuse a policy that does not add up. Its rules are written in
-//! CEL, where an amount that may be an integer or a string is read by `quantity(string(…))`, and
-//! where `1.5Gi` does not count as an integer though it is one. What the schema lets pass, the types
-//! here can hold: one object that does not decode would blind a watch to all. Fields that the schema
-//! does not know the server prunes, so the types need not refuse them.
+//! The schema lets the API server refuse an invalid policy. Its rules are written in CEL, where `quantity(string(…))`
+//! reads an amount that may be an integer or a string, and where `1.5Gi` does not count as an integer although it is
+//! one. The types here can hold everything that the schema accepts: one object that cannot be decoded would blind a
+//! watch to all. The server prunes fields that the schema does not know, so the types need not refuse them.
 
 mod idle;
 
@@ -100,7 +99,7 @@ pub struct SharingPolicySpec {
     ),
     rule(
         ".defaultMemory",
-        // Where memoryStep is wrong its own rule says so.
+        // If memoryStep is wrong, its own rule reports it.
         "!has(self.defaultMemory) \
          || !quantity(string(self.memoryStep)).isInteger() \
          || quantity(string(self.memoryStep)).asInteger() <= 0 \
@@ -116,7 +115,7 @@ pub struct SharingPolicySpec {
     ),
     rule(
         ".defaultCores",
-        // Where coresStep is wrong its own rule says so.
+        // If coresStep is wrong, its own rule reports it.
         "!has(self.defaultCores) || self.coresStep <= 0 || self.defaultCores % self.coresStep == 0",
         "must be a multiple of coresStep",
     ),
@@ -309,7 +308,7 @@ fn driver_capabilities_schema(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
-/// A rule for the API server: what must hold, and what to say of which field where it does not.
+/// A rule for the API server: the condition, and the message and the field if it fails.
 fn rule(field: &str, rule: &str, message: &str) -> serde_json::Value {
     let mut rule = serde_json::json!({"rule": rule, "message": message});
     if !field.is_empty() {

@@ -1,4 +1,4 @@
-//! The six isolation tiers: how a device isolates, and what may be promised of it.
+//! The six isolation tiers: how a device isolates, and what it may promise.
 
 use std::fmt;
 use std::str::FromStr;
@@ -52,8 +52,8 @@ impl Isolation {
 }
 
 impl Tier {
-    /// All tiers, weakest first. This list is the only one: the schemas, the chart's classes and the plan of
-    /// slices are made from it, and what cannot be is tested against it.
+    /// All tiers, weakest first. This is the only list: the schemas, the chart's classes and the plan of slices are
+    /// generated from it, and all other lists are tested against it.
     pub const ALL: [Self; 6] = [
         Self::Timeshared,
         Self::Concurrent,
@@ -123,7 +123,7 @@ impl Tier {
         format!("{}.{DRIVER}", self.as_str())
     }
 
-    /// What keeps the neighbours' memory use away.
+    /// What limits the neighbours' use of memory.
     #[must_use]
     pub const fn memory_isolation(self) -> Isolation {
         match self {
@@ -133,13 +133,13 @@ impl Tier {
         }
     }
 
-    /// What keeps the neighbours' compute use away.
+    /// What limits the neighbours' use of compute.
     #[must_use]
     pub const fn compute_isolation(self) -> Isolation {
         self.memory_isolation()
     }
 
-    /// What keeps a neighbour's fault away: `software` means an own process on a shared GPU.
+    /// What isolates from a neighbour's fault: `software` means an own process on a shared GPU.
     #[must_use]
     pub const fn fault_isolation(self) -> Isolation {
         match self {
@@ -156,7 +156,7 @@ impl fmt::Display for Tier {
     }
 }
 
-/// A name that is not a tier's.
+/// Text that is not the name of a tier.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "unknown tier {0:?}: use one of passthrough, exclusive, partition, capped, concurrent, timeshared"

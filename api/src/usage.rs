@@ -1,5 +1,5 @@
-//! `NodeUsage`: who uses which part of a node's GPUs now. The node's plugin serves it as JSON at [`PATH`], to those who may
-//! read `/metrics`, which shows the same numbers.
+//! `NodeUsage`: who uses which part of a node's GPUs now. The node's plugin serves it as JSON at [`PATH`], to clients
+//! that may read `/metrics`, which shows the same numbers.
 //!
 //! ```text
 //!  NodeUsage ─► GpuUsage ─┬─► ShareUsage ─► GroupUsage      what a claim has of the GPU, by pod and container
@@ -7,9 +7,10 @@
 //!                         └─► Remainder ─► Zombie           what is in use and belongs to no claim
 //! ```
 //!
-//! **All parts add up.** For memory and for each measure of utilization, a GPU's value is the sum of those of its shares, of its
-//! partitions (memory only: a partition's utilization is in parts of the partition) and of its remainder; a share's is that of its groups. The
-//! values come from NVML and the processes' cgroups, never from what a tenant's program says, except where a field says so.
+//! **All parts add up.** For memory and for each measure of utilization, a GPU's value is the sum of the values of its
+//! shares, of its partitions (only for memory: a partition's utilization is in parts of the partition) and of its
+//! remainder; the value of a share is the sum of its groups'. The values come from NVML and the processes' cgroups,
+//! never from what a tenant's program says, unless a field says so.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +33,7 @@ pub struct NodeUsage {
     /// `nvmlSystemGetDriverVersion`; absent while there is no driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_version: Option<String>,
-    /// When NVML was read: Unix time in milliseconds. It may lie some seconds back where no claim holds a GPU of the node.
+    /// When NVML was read: Unix time in milliseconds. It may be some seconds old if no claim holds a GPU of the node.
     pub unix_millis: u64,
     /// The GPUs, by PCI address; also those that nobody uses.
     pub gpus: Vec<GpuUsage>,
@@ -44,7 +45,7 @@ pub struct NodeUsage {
 pub struct GpuUsage {
     /// `GPU-…`.
     pub uuid: String,
-    /// Its number in NVML and `nvidia-smi`, where the driver tells it.
+    /// Its number in NVML and `nvidia-smi`, if the driver reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<u32>,
     /// The N of `/dev/nvidiaN`.
@@ -57,17 +58,17 @@ pub struct GpuUsage {
     /// Whether the GPU is in MIG mode.
     #[serde(default)]
     pub mig_mode: bool,
-    /// Its memory, absent where NVML does not tell it.
+    /// Its memory; absent if NVML does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Memory>,
     /// How busy it is.
     #[serde(default, skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
-    /// What exists once for each GPU and belongs to nobody: clocks, temperature, power, errors.
+    /// Values that exist once for each GPU and belong to nobody: clocks, temperature, power, errors.
     #[serde(default)]
     pub sensors: Sensors,
-    /// Its errors by the driver's numbers (Xids), since the plugin's start and while a claim held a GPU of the node; absent where the
-    /// driver does not tell them.
+    /// Its errors by the driver's numbers (Xids), since the plugin's start and while a claim held a GPU of the node;
+    /// absent if the driver does not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub xids: Option<Xids>,
     /// What claims hold of the GPU itself.
@@ -76,10 +77,10 @@ pub struct GpuUsage {
     /// Its MIG instances.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partitions: Vec<PartitionUsage>,
-    /// What is in use of the GPU and belongs to no claim.
+    /// What is used on the GPU and belongs to no claim.
     #[serde(default)]
     pub remainder: Remainder,
-    /// Why NVML says nothing of the GPU; absent where it answers.
+    /// Why NVML reports nothing about the GPU; absent if it answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
@@ -96,9 +97,9 @@ impl GpuUsage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Memory {
-    /// All that the device has.
+    /// All memory of the device.
     pub total: u64,
-    /// What the driver keeps for itself.
+    /// What the driver reserves.
     pub reserved: u64,
     /// What is allocated.
     pub used: u64,
@@ -141,14 +142,14 @@ impl Measure {
 
 /// How busy something is, in hundredths of a percent of its device: 0 to [`WHOLE`]. A measure that the driver does not report is missing.
 ///
-/// `gpu` and `memoryCopy` are averages over the last ten seconds, the others since the last reading. NVML tells only the first two
-/// by process. The others are divided among the holders of a device in proportion to `gpu`.
+/// `gpu` and `memoryCopy` are averages over the last ten seconds, the others since the last reading. NVML reports only
+/// the first two by process. The others are divided among the holders of a device in proportion to `gpu`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Utilization(pub BTreeMap<Measure, u32>);
 
 impl Utilization {
-    /// The value of a measure, where it is known.
+    /// The value of a measure, if it is known.
     #[must_use]
     pub fn get(&self, measure: Measure) -> Option<u32> {
         self.0.get(&measure).copied()
@@ -167,7 +168,7 @@ impl FromIterator<(Measure, u32)> for Utilization {
     }
 }
 
-/// What exists once for each GPU. Each is absent where the driver does not report it for the model.
+/// Values that exist once for each GPU. Each is absent if the driver does not report it for the model.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Sensors {
@@ -253,7 +254,7 @@ pub struct Xids {
 }
 
 impl Xids {
-    /// Counts one more, which was read at a Unix time in seconds.
+    /// Counts one more, which was read at this Unix time in seconds.
     pub fn add(&mut self, xid: u64, at: u64) {
         self.last = Some(xid);
         self.times.insert(xid, at);
@@ -273,21 +274,21 @@ pub struct PartitionUsage {
     pub gpu_instance: u32,
     /// The id of its compute instance.
     pub compute_instance: u32,
-    /// Its memory, absent where NVML does not tell it.
+    /// Its memory; absent if NVML does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Memory>,
-    /// How busy it is, of the instance and not of the GPU.
+    /// How busy it is, in parts of the instance and not of the GPU.
     #[serde(default, skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
-    /// What claims hold of it: one all of it, or several a share.
+    /// What claims hold of it: one claim the whole instance, or several a share each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares: Vec<ShareUsage>,
-    /// What is in use of it and belongs to no claim.
+    /// What is used on it and belongs to no claim.
     #[serde(default)]
     pub remainder: Remainder,
 }
 
-/// A claim, as far as it holds devices of the node.
+/// A claim that holds devices of the node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimReference {
@@ -323,8 +324,8 @@ pub struct ShareUsage {
     pub utilization: Utilization,
     /// Processes that have memory on the device.
     pub processes: u32,
-    /// Seconds since a kernel was last seen, where that is known: by NVML's utilization of its processes, or of its device if it
-    /// has that alone. Counted from when the plugin first saw the device where none was seen.
+    /// Seconds since a kernel was last seen, if that is known: by NVML's utilization of its processes, or of its device
+    /// if it has that alone. If none was seen, since the plugin first saw the device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_seconds: Option<u64>,
     /// By pod and container. Each container that has the claim is listed, also without a process.
@@ -339,23 +340,24 @@ pub struct ShareMemory {
     /// What the claim was allocated and its programs may hold; absent for a tier that limits no memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated: Option<u64>,
-    /// What the share has beside it for CUDA contexts, which its programs do not see.
+    /// What the share has in addition for CUDA contexts, which its programs do not see.
     pub reserved: u64,
-    /// What its processes hold, contexts included, by NVML.
+    /// What its processes hold by NVML, contexts included.
     pub used: u64,
     /// What it may still take of the device's free memory; absent for a tier that limits no memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub free: Option<u64>,
-    /// What its processes hold, contexts included, by the account of the shim, which they can write; absent without an account.
+    /// What its processes hold by the account of the shim, contexts included; its programs can write the account.
+    /// Absent without an account.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub account: Option<u64>,
-    /// The most that its processes held at a time; absent until the plugin has seen the share, and where NVML does not tell what each
-    /// process holds: of a MIG instance that one claim has alone, and of a vGPU.
+    /// The most that its processes held at a time. Absent until the plugin has seen the share, and if NVML does not
+    /// report what each process holds: for a MIG instance that one claim has alone, and for a vGPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak: Option<Peak>,
 }
 
-/// The most memory that was seen in use, by NVML once a second. What a program holds for less than that may be missed.
+/// The most memory that NVML showed in use, once a second. What a program holds for a shorter time may be missed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Peak {
@@ -365,7 +367,7 @@ pub struct Peak {
     pub watched_seconds: u64,
 }
 
-/// The processes of one container of a pod, as far as they use a share.
+/// The processes of one container of a pod that use a share.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GroupUsage {
@@ -375,7 +377,7 @@ pub struct GroupUsage {
     /// The pod's UID.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_uid: Option<String>,
-    /// The container; absent if neither the kubelet nor the process's mounts say which of several it is.
+    /// The container; absent if neither the kubelet nor the process's mounts tell which of several it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub container: Option<String>,
     /// Bytes that its processes hold.
@@ -387,16 +389,16 @@ pub struct GroupUsage {
     pub processes: u32,
 }
 
-/// What is in use of a device and belongs to no claim.
+/// What is used on a device and belongs to no claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Remainder {
-    /// Bytes in use: by foreign processes, by zombies, and the rest, which is no process's (managed memory, and what the driver
-    /// takes beside its reserve).
+    /// Bytes in use: by foreign processes, by zombies, and the rest, which belongs to no process (managed memory, and
+    /// what the driver takes in addition to its reserve).
     pub used: u64,
     /// Free bytes that are not part of a share.
     pub free: u64,
-    /// What the device did for none of its shares.
+    /// The device's work for none of its shares.
     #[serde(skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
     /// Processes that belong to no claim on the device.
@@ -414,7 +416,7 @@ pub struct Remainder {
 pub struct Zombie {
     /// The claim, which may be gone, too.
     pub claim: ClaimReference,
-    /// The pod, where it is known. It is in the claim's namespace.
+    /// The pod, if it is known. It is in the claim's namespace.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
     /// The pod's UID.
@@ -431,7 +433,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_usage_is_read_as_it_was_written_and_a_new_field_is_no_error() {
+    fn usage_is_read_as_written_and_a_new_field_is_accepted() {
         let usage = NodeUsage {
             node: "a".into(),
             gpus: vec![GpuUsage {

@@ -1,5 +1,6 @@
-//! The objects of the API `usage.gpu.tranche.dev`, in which people and tools read [`NodeUsage`](crate::usage::NodeUsage) with their own rights. Nothing
-//! stores them: they are made of what the nodes answer when they are read. They can be read and listed, not watched.
+//! The objects of the API `usage.gpu.tranche.dev`, in which people and tools read
+//! [`NodeUsage`](crate::usage::NodeUsage) with their own rights. Nothing stores them: each read asks the nodes. They
+//! can be read and listed, not watched.
 
 use std::collections::BTreeSet;
 
@@ -26,7 +27,7 @@ pub struct NodeUsageObject {
     pub types: Option<TypeMeta>,
     /// Its name.
     pub metadata: ObjectMeta,
-    /// What the node's plugin answers; absent if it does not.
+    /// The answer of the node's plugin; absent without an answer.
     #[serde(flatten, default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<NodeUsage>,
     /// Why the usage is not known.
@@ -34,8 +35,8 @@ pub struct NodeUsageObject {
     pub problem: Option<String>,
 }
 
-/// `claimusages`: what a ResourceClaim uses of its devices, and nothing about its neighbours. Its namespace, name and labels are the claim's. There is
-/// one for each claim with devices of ours.
+/// `claimusages`: what a ResourceClaim uses of its devices, without anything about its neighbours. Its namespace, name
+/// and labels are the claim's. Each claim with devices of ours has one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimUsage {
@@ -50,7 +51,7 @@ pub struct ClaimUsage {
     /// The nodes whose devices it has.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub nodes: BTreeSet<String>,
-    /// Its devices, in the order of the node's GPUs; none before it is prepared on the node.
+    /// Its devices, in the order of the node's GPUs; empty before it is prepared on the node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<DeviceUsage>,
     /// Why the usage, or a part of it, is not known.
@@ -69,7 +70,7 @@ pub struct DeviceUsage {
     pub gpu_uuid: String,
     /// `nvmlDeviceGetName`.
     pub product_name: String,
-    /// The MIG instance that it is, or a share of.
+    /// The MIG instance of the partition or of the share.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partition: Option<PartitionName>,
     /// What the claim has and uses of it. `memory.free` is absent, because it depends on what neighbours use.
@@ -137,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_is_read_as_it_was_written_and_a_node_without_an_answer_has_no_usage() {
+    fn an_object_reads_as_written_and_a_silent_node_has_no_usage() {
         let object = NodeUsageObject {
             metadata: ObjectMeta {
                 name: Some("a".into()),

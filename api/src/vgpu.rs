@@ -1,4 +1,4 @@
-//! NVIDIA vGPU: a GPU that is one in a virtual machine, or of which its host makes them.
+//! NVIDIA vGPU: a GPU that is a vGPU in a virtual machine, or whose host makes vGPUs of it.
 
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Serialize};

@@ -6,9 +6,9 @@
 //!  the controller: policy, sizes ────────────────┘
 //! ```
 //!
-//! `status.withheld` is what the node found; the controller offers nothing of these GPUs.
-//! `status.published.withheld` is all that is not offered: what the node found, and what a
-//! SharingPolicy or the GPU's own description rules out.
+//! `status.withheld` is what the node found; the controller offers nothing of these GPUs. `status.published.withheld`
+//! is everything that is not offered: what the node found, and what a SharingPolicy or the GPU's own description rules
+//! out.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -53,9 +53,9 @@ impl WithheldGpu {
         self.gpu == uuid && (self.tiers.is_empty() || self.tiers.contains(&tier))
     }
 
-    /// Whether the entry closes a device of this GPU: one of the tier `tier`, while which the GPU itself serves `gpu_tier`. They
-    /// differ for a share of a partition. What keeps the whole GPU from a tier does not concern the shares of its partitions; the
-    /// MPS daemon does.
+    /// Whether the entry closes a device of this GPU: one of the tier `tier`, for which the GPU itself serves
+    /// `gpu_tier`. The two differ for a share of a partition. An entry that closes a tier of the whole GPU does not
+    /// close the shares of its partitions, except for the MPS daemon.
     #[must_use]
     pub fn closes(&self, uuid: &str, tier: Tier, gpu_tier: Tier) -> bool {
         let is_of_shares = self.reason == reason::MPS_DAEMON;

@@ -15,7 +15,7 @@ fn fields<'a>(schema: &'a Value, tier: &str) -> &'a serde_json::Map<String, Valu
 }
 
 #[test]
-fn the_values_schema_knows_every_field_of_a_tier_as_the_resource_does() {
+fn the_values_schema_has_every_tier_field_of_the_resource() {
     let path =
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/helm/tranche/values.schema.json");
     let values: Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();

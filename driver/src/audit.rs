@@ -1,11 +1,11 @@
 //! The audit trail: who had which part of which GPU, from when to when (ADR 0042).
 //!
-//! A grant is one device of a claim, from the moment at which the claim's journal was written until its steps are undone. A
-//! trail has a line of JSON for its beginning and one for its end; `grant` and `event` together identify a line.
+//! A grant is one device of a claim. It begins when the claim's journal is written, and ends when its steps are undone.
+//! A trail has one line of JSON for its beginning and one for its end; `grant` and `event` together identify a line.
 //!
-//! [`Trail`] is the state that the lines written so far describe. Its functions return the lines that are due and change
-//! nothing: a line counts when it is on the disk, by [`Trail::apply`]. So a process that was killed anywhere continues from
-//! the file and the journals: what is missing is due again, what was written is not.
+//! [`Trail`] is the state that the lines written so far describe. Its functions return the lines that are due and
+//! change nothing; [`Trail::apply`] takes account of a line when it is on the disk. So a process that was killed
+//! continues from the file and the journals: lines that are missing are due again, and no line is written twice.
 
 #[cfg(test)]
 mod tests;
@@ -36,7 +36,7 @@ pub struct Line {
     /// What happened.
     #[serde(flatten)]
     pub event: Event,
-    /// To what.
+    /// The grant.
     #[serde(flatten)]
     pub grant: Grant,
 }
@@ -51,14 +51,14 @@ pub struct Line {
 pub enum Event {
     /// The claim got the device.
     Allocated {},
-    /// It still has it: written at the beginning of a file for all grants that began in an earlier one, and when what is
-    /// known of a grant changes.
+    /// It still has the device. This line is written at the beginning of a file for all grants that began in an earlier
+    /// one, and when a field of a grant changes.
     Held {},
-    /// It has it no more.
+    /// It no longer has the device.
     Released {
         /// How it ended.
         ended: Ended,
-        /// What of its memory was in use then.
+        /// The memory that was still in use then.
         held_at_end: HeldAtEnd,
     },
 }
@@ -68,28 +68,29 @@ pub enum Event {
 pub enum Ended {
     /// The kubelet released it, after the end of its pods' containers.
     Unprepared,
-    /// The claim was gone and the kubelet had forgotten it; the plugin released it.
+    /// The claim was deleted and the kubelet had forgotten it; the plugin released it.
     Orphan,
     /// The claim was allocated again, with other devices.
     Reallocated,
-    /// It had been released before, up to its last step, or a boot had removed what an earlier release made for it. It was
-    /// prepared anew.
+    /// It was prepared anew, because its last release ended before the journal was removed, or because a boot had
+    /// removed what an earlier release made for it.
     PreparedAnew,
     /// It could not be prepared, and no container got it.
     Failed,
-    /// Its journal is gone and nobody recorded the end: the journal was removed by hand, a power failure undid its write, or a
-    /// release without this trail released it. `time` is when that was found.
+    /// Its journal is gone and no end was recorded: the journal was removed by hand, a power failure lost its write, or
+    /// a release without this trail released it. `time` is when that was found.
     Unrecorded,
 }
 
-/// The memory that was in use when a grant ended, in bytes; `None` where that is not known.
+/// The memory that was in use when a grant ended, in bytes; `None` if that is not known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldAtEnd {
-    /// Of a share: what its account counts for processes that still live. The account is written by its programs.
+    /// Of a share: the charges of processes that still live in its account. Its programs write the account.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub account_bytes: Option<u64>,
-    /// Of the whole GPU: what the driver reports as used and no process holds, as the watchdog last found it.
+    /// Of the whole GPU: memory that the driver reports as used and that no process holds, in the watchdog's last
+    /// sample.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unowned_bytes: Option<u64>,
 }
@@ -103,18 +104,18 @@ pub struct Pod {
     pub uid: String,
 }
 
-/// One device of a claim, for as long as the claim has it.
+/// One device of a claim, while the claim has it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Grant {
-    /// `<device key>@<start>`: no two grants have the same.
+    /// `<device key>@<start>`: unique.
     pub grant: String,
-    /// Since when.
+    /// The start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub start: Option<Moment>,
     /// The claim's namespace.
     pub namespace: String,
-    /// The pods that use it or used it, as far as they are known; sorted.
+    /// The known pods that use or used it, sorted.
     pub pods: BTreeSet<Pod>,
     /// The claim's name.
     pub claim: String,
@@ -132,7 +133,7 @@ pub struct Grant {
     /// The share, as in the claim's allocation.
     #[serde(rename = "shareID", default, skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
-    /// Admin access: it observes a device that others may have.
+    /// Admin access: it observes a device that other claims may hold.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub admin_access: bool,
     /// `GPU-…`.
@@ -144,7 +145,7 @@ pub struct Grant {
     /// The partition's profile.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub profile: Option<Profile>,
-    /// The limits of a share; `None` where nothing is capped.
+    /// The limits of a share; `None` without limits.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cap: Option<Limits>,
 }
@@ -242,12 +243,12 @@ impl Written {
         &self.0.grant
     }
 
-    /// Whether a device of a journal is this grant.
+    /// Whether a device of a journal belongs to this grant.
     fn is(&self, of_journal: &Grant) -> bool {
         self.grant().grant == of_journal.grant
     }
 
-    /// What is known of the grant, given its journal and more pods.
+    /// The grant with its journal's fields and more pods.
     fn with(&self, of_journal: Grant, pods: &BTreeSet<Pod>) -> Grant {
         Grant {
             grant: self.grant().grant.clone(),
@@ -262,7 +263,7 @@ impl Written {
 #[derive(Clone, Debug, Default)]
 pub struct Trail {
     node: String,
-    /// By the devices' keys: all that are held, and those that were released while their journals may still exist.
+    /// By device key: all grants that are held, and released ones whose journals may still exist.
     last: BTreeMap<String, Written>,
 }
 
@@ -276,7 +277,7 @@ impl Trail {
         }
     }
 
-    /// Takes account of a line that is in the file.
+    /// Applies a line that is in the file.
     pub fn apply(&mut self, line: Line) {
         let key = line.grant.key().to_owned();
         self.last.insert(key, Written(line));
@@ -298,10 +299,13 @@ impl Trail {
                 held.contains(&**key) || unreadable.contains(&*written.grant().claim_uid);
             may_exist || !written.is_released()
         });
-        let lost = self.last.iter().filter(|(key, written)| {
-            !held.contains(&***key) && !unreadable.contains(&*written.grant().claim_uid)
-        });
-        let lost = lost.map(|(_, written)| self.unrecorded(written, now));
+        let lost = self
+            .last
+            .iter()
+            .filter(|(key, written)| {
+                !held.contains(&***key) && !unreadable.contains(&*written.grant().claim_uid)
+            })
+            .map(|(_, written)| self.unrecorded(written, now));
         let mut due: Vec<_> = lost.collect();
         for record in journals {
             due.extend(self.held(record, &BTreeSet::new(), now));
@@ -309,7 +313,7 @@ impl Trail {
         due
     }
 
-    /// The lines that are due for a claim that has its devices: what is not written yet, or written otherwise.
+    /// The lines that are due for a claim that has its devices: those that are missing and those that changed.
     #[must_use]
     pub fn held(&self, record: &Record, pods: &BTreeSet<Pod>, now: Moment) -> Vec<Line> {
         let mut due = Vec::new();
@@ -318,7 +322,7 @@ impl Trail {
             match self.last.get(&device.key) {
                 Some(written) if written.is(&grant) => {
                     let grant = written.with(grant, pods);
-                    // What was released and is still there is released again, not held.
+                    // A grant that was released while its journal is still there is released again; it is not held.
                     if !written.is_released() && grant != *written.grant() {
                         due.push(self.line(Event::Held {}, grant, now));
                     }
@@ -333,7 +337,7 @@ impl Trail {
         due
     }
 
-    /// The lines that are due for more pods of a claim; none if it has no devices now.
+    /// The lines that are due for more pods of a claim; empty if it has no devices now.
     #[must_use]
     pub fn joined(&self, record: &Record, pods: &BTreeSet<Pod>, now: Moment) -> Vec<Line> {
         let mut due = self.held(record, pods, now);
@@ -341,8 +345,8 @@ impl Trail {
         due
     }
 
-    /// The lines that are due for a claim whose steps are undone. `at_end` has what of its memory is still in use, by the
-    /// keys of its devices. A claim that could not be prepared has no lines, unless its beginning was written.
+    /// The lines that are due for a claim whose steps are undone. `at_end` has the memory that is still in use, by
+    /// device key. A claim that could not be prepared has lines only if its beginning was written.
     #[must_use]
     pub fn released(
         &self,
@@ -397,12 +401,12 @@ impl Trail {
         }
     }
 
-    /// The first lines of the next file: all that a reader of that file alone must know.
+    /// The first lines of the next file: everything that a reader of that file alone needs.
     #[must_use]
     pub fn snapshot(&self, now: Moment) -> Vec<Line> {
         let line = |written: &Written| {
             if written.is_released() {
-                // Its journal still exists: without this line its end would be written anew.
+                // Its journal still exists: without this line its end would be written again.
                 written.0.clone()
             } else {
                 self.line(Event::Held {}, written.grant().clone(), now)
@@ -411,7 +415,7 @@ impl Trail {
         self.last.values().map(line).collect()
     }
 
-    /// A beginning: the time of the line is the grant's, if that is known.
+    /// A beginning, with the time of the grant if that is known.
     fn allocated(&self, grant: Grant, pods: &BTreeSet<Pod>, now: Moment) -> Line {
         let time = grant.start.unwrap_or(now);
         let pods = pods.clone();

@@ -5,9 +5,9 @@
 //!  gpu.tranche.dev/driver=full|capped|…        one spec per node    libraries, binaries, hooks, shim
 //! ```
 //!
-//! Each prepared device is handed to the kubelet as ids of both kinds. The model is our own
-//! and only as large as what we write; specs declare the lowest version that has what they use,
-//! since a runtime refuses a whole file for one field that is newer than its declared version.
+//! The kubelet gets ids of both kinds for each prepared device. The model is our own and covers only what we write. A
+//! spec declares the lowest version that has everything it uses, because a runtime refuses a whole file for one field
+//! that is newer than its declared version.
 
 mod capability;
 mod driver_spec;
@@ -30,7 +30,7 @@ pub const DRIVER_CLASS: &str = "driver";
 pub mod container_path {
     /// The folder of our files in a container.
     pub const ROOT: &str = "/usr/lib/tranche";
-    /// A folder per share, with its pages.
+    /// A folder per share, with its pages in it.
     pub const SHARES: &str = "/usr/lib/tranche/shares";
     /// The real driver's libraries, in containers with the shim.
     pub const REAL_DRIVER: &str = "/usr/lib/tranche/driver";
@@ -58,8 +58,7 @@ pub struct NodePaths {
     /// The hook and its ldconfig, in a folder from which runtimes can execute them in user
     /// namespaces.
     pub hooks: String,
-    /// A folder per claim, in it a file per request : `/run/tranche/metadata`. Without it containers get
-    /// no such file.
+    /// A folder per claim, in it a file per request: `/run/tranche/metadata`. Without it containers get no such file.
     pub metadata: Option<String>,
     /// The MPS supervisor's folder, in it a folder per GPU or MIG device: `/run/tranche/mps`.
     pub mps: String,
@@ -221,7 +220,7 @@ pub enum CdiError {
     /// A path that is not absolute.
     #[error("{what} {path:?} is not an absolute path")]
     Path {
-        /// Whose path.
+        /// What the path is.
         what: &'static str,
         /// The path.
         path: String,

@@ -1,4 +1,4 @@
-//! An allocated ResourceClaim, as far as it concerns this node and this driver.
+//! An allocated ResourceClaim, as far as it is about this node and this driver.
 //!
 //! Scheduler and users wrote the claim, so everything in it is checked. Every claim gives either an
 //! [`Allocation`] or a [`ClaimError`] that names the claim, the request, the device and the field.
@@ -30,7 +30,7 @@ pub struct Allocation {
     pub namespace: String,
     /// `metadata.name`.
     pub name: String,
-    /// Of a claim from a template, the name that its pod has for it (the annotation
+    /// If the claim is from a template: the name that its pod has for it (the annotation
     /// `resource.kubernetes.io/pod-claim-name`).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_claim_name: Option<String>,
@@ -50,12 +50,12 @@ pub struct AllocatedDevice {
     pub device: DeviceName,
     /// What was allocated of the device.
     pub grant: Grant,
-    /// The effective parameters: those of the class, then those of the claim; later ones win field
-    /// by field.
+    /// The effective parameters: first those of the class, then those of the claim. A later field overrides an earlier
+    /// one.
     pub config: ShareConfig,
 }
 
-/// What a claim was allocated of a device.
+/// What a claim was allocated from a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Grant {
@@ -94,7 +94,7 @@ pub enum Grant {
     /// Admin access: observes a device that other claims may hold.
     #[serde(rename_all = "camelCase")]
     Admin {
-        /// The share's UUID, where the device is one that several claims share.
+        /// The share's UUID, if several claims share the device.
         share_id: Option<String>,
     },
 }
@@ -114,10 +114,9 @@ impl Grant {
 }
 
 impl Allocation {
-    /// Whether both are the same decision of the scheduler about the same claim.
+    /// Whether both are the same scheduling decision for the same claim.
     ///
-    /// Only the identity of the decision and its sizes are compared, not everything that a release
-    /// reads of a claim: another release may read more, and the claim is still the same.
+    /// It compares only the decision's identity and sizes, because another release may read more of the same claim.
     #[must_use]
     pub fn is_same_as(&self, other: &Self) -> bool {
         let decision = |allocation: &Self| {
@@ -136,7 +135,7 @@ struct Decision {
     device: DeviceName,
     share_id: Option<String>,
     admin_access: bool,
-    /// Bytes and percent, where they were asked for.
+    /// Bytes and percent, if the claim requested them.
     sizes: Option<(u64, u8)>,
 }
 
@@ -157,7 +156,7 @@ impl AllocatedDevice {
         }
     }
 
-    /// The request that the kubelet knows: without its subrequest.
+    /// The request as the kubelet knows it: without its subrequest.
     #[must_use]
     pub fn main_request(&self) -> &str {
         self.request
@@ -236,7 +235,7 @@ impl Allocation {
     }
 }
 
-/// `None` also for what is no name of a pod's claim: it would become part of a path.
+/// `None` also for text that is not a valid name of a pod's claim, because it becomes part of a path.
 fn pod_claim_name(claim: &ResourceClaim) -> Option<String> {
     let annotations = claim.metadata.annotations.as_ref()?;
     let name = annotations.get("resource.kubernetes.io/pod-claim-name")?;
@@ -263,8 +262,8 @@ struct Config<'a> {
 
 /// Our configs, those of the class before those of the claim.
 ///
-/// All of them are decoded, also those for requests that are not allocated on this node, so that a
-/// claim is valid or invalid on all nodes alike.
+/// Configs for requests that are not allocated on this node are decoded, too, so that a claim is valid or invalid on
+/// all nodes alike.
 fn read_configs(
     entries: &[DeviceAllocationConfiguration],
 ) -> Result<Vec<Config<'_>>, ClaimProblem> {
@@ -363,7 +362,7 @@ fn read_grant(result: &DeviceRequestAllocationResult, tier: Tier) -> Result<Gran
             expected: "1 to 100 percent",
         })?;
     let context_memory = match consumed(result, capacity::CONTEXT_MEMORY) {
-        // Not offered by a policy with `contextMemory` 0.
+        // A policy with `contextMemory` 0 does not offer it.
         Err(DeviceProblem::NoCapacity { .. }) => 0,
         other => other?,
     };

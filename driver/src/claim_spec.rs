@@ -1,4 +1,4 @@
-//! The CDI spec of one claim: per device its node, its pages, and variables for people.
+//! The CDI spec of one claim: for each device its node, its pages, and variables for people.
 
 use tranche_api::quantity::Quantity;
 
@@ -17,13 +17,17 @@ pub fn claim_spec(plan: &PreparationPlan, paths: &NodePaths) -> Result<Spec, Cdi
     absolute("the folder of shares", &paths.shares)?;
     absolute("the root of device nodes", &paths.dev_root)?;
     absolute("the folder of MPS daemons", &paths.mps)?;
-    let devices = plan.devices.iter().enumerate().map(|(index, device)| {
-        Ok(Device {
-            name: device.key.clone(),
-            container_edits: edits(plan, index, device, paths)?,
+    let devices = plan
+        .devices
+        .iter()
+        .enumerate()
+        .map(|(index, device)| {
+            Ok(Device {
+                name: device.key.clone(),
+                container_edits: edits(plan, index, device, paths)?,
+            })
         })
-    });
-    let devices = devices.collect::<Result<_, CdiError>>()?;
+        .collect::<Result<_, CdiError>>()?;
     Spec::new(CLAIM_CLASS, devices, ContainerEdits::default())
 }
 
@@ -122,8 +126,8 @@ fn vfio_environment(device: &PreparedDevice) -> Vec<String> {
     ]
 }
 
-/// Variables for people and tools; no limit depends on them. Two shares of one GPU in one container
-/// have the same variables, and the last one wins.
+/// Variables for people and tools; no limit depends on them. Two shares of one GPU in one container set the same
+/// variables, and the last one wins.
 fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
     let gpu = format!("TRANCHE_GPU_{}", device.minor);
     let mut env = vec![
@@ -160,7 +164,7 @@ fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
         ..
     } = device.cap
     {
-        // As the shim sets them in each process, from the cap page.
+        // The shim sets the same values in each process, from the cap page.
         let mib = (memory.saturating_add(context_memory) / MIB).max(1);
         env.push(format!(
             "CUDA_MPS_PIPE_DIRECTORY={}",

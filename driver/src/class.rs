@@ -3,7 +3,7 @@
 use k8s_openapi::api::resource::v1::DeviceClass;
 use tranche_api::names::{DRIVER, is_class};
 
-/// Whether a class is of our devices: by its name, or because a selector names our driver.
+/// Whether a class selects our devices: by its name, or because a selector names our driver.
 #[must_use]
 pub fn is_ours(class: &DeviceClass) -> bool {
     if class.metadata.name.as_deref().is_some_and(is_class) {

@@ -1,6 +1,7 @@
-//! Pods that ask for devices by a container's resources instead of by a claim (KEP-5004): a DeviceClass has a name as
-//! `nvidia.com/gpu` for that, or its own name behind a prefix. The scheduler makes the claim when it has found a node, so that one that
-//! waits has none: [`claim`] is the one that the scheduler looks for.
+//! Pods that ask for devices by a container's resources instead of by a claim (KEP-5004). A DeviceClass can name such a
+//! resource, for example `nvidia.com/gpu`; its own name behind a prefix is a resource, too. The scheduler creates the
+//! claim when it has found a node, so a pod that waits has no claim. [`claim`] is the claim that the scheduler looks
+//! for.
 //!
 //! The rules are those of kube-scheduler 1.37 (`extendeddynamicresources.go` of its plugin dynamicresources).
 
@@ -14,26 +15,28 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Wire;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tranche_api::Quantity;
 
-/// Before a DeviceClass's name this is a resource, too.
+/// A DeviceClass's name behind this prefix is a resource, too.
 pub const IMPLICIT: &str = "deviceclass.resource.kubernetes.io/";
-/// The name of the claim that is not there yet, as the scheduler has it.
+/// The name that the scheduler gives to a claim that is not created yet.
 pub const NOT_MADE: &str = "<extended-resources>";
 
-/// The resources for which a DeviceClass may stand that a pod's containers ask for.
+/// The resources of a pod's containers that a DeviceClass may provide.
 #[must_use]
 pub fn names(pod: &Pod) -> BTreeSet<&str> {
     let spec = pod.spec.as_ref();
-    let containers = spec.map(|spec| {
-        let init = spec.init_containers.iter().flatten();
-        init.chain(&spec.containers)
-    });
-    let containers = containers.into_iter().flatten();
+    let containers = spec
+        .map(|spec| {
+            let init = spec.init_containers.iter().flatten();
+            init.chain(&spec.containers)
+        })
+        .into_iter()
+        .flatten();
     let asked = containers.filter_map(requested).flatten();
     let names = asked.map(|(name, _)| name.as_str());
     names.filter(|name| is_extended(name)).collect()
 }
 
-/// The DeviceClass that stands for a resource: of several with its name the newest, and of these the first by name.
+/// The DeviceClass that provides a resource: the newest that names it; if several are equally new, the first by name.
 #[must_use]
 pub fn class_of<'a>(resource: &str, classes: &'a [DeviceClass]) -> Option<&'a DeviceClass> {
     if let Some(implicit) = resource.strip_prefix(IMPLICIT) {
@@ -51,8 +54,8 @@ fn name(class: &DeviceClass) -> &str {
     class.metadata.name.as_deref().unwrap_or_default()
 }
 
-/// The claim that the scheduler looks for in place of a pod's extended resources; `None` if it asks for none that a class stands
-/// for, or has the claim already.
+/// The claim that the scheduler looks for in place of a pod's extended resources. `None` if no class provides a
+/// resource that the pod asks for, or if the pod has the claim already.
 #[must_use]
 pub fn claim(pod: &Pod, classes: &[DeviceClass]) -> Option<ResourceClaim> {
     let status = pod.status.as_ref();
@@ -66,10 +69,10 @@ pub fn claim(pod: &Pod, classes: &[DeviceClass]) -> Option<ResourceClaim> {
         .into_iter()
         .filter_map(|resource| Some((resource, name(class_of(resource, classes)?))))
         .collect();
-    let requests = resources
+    let requests: Vec<DeviceRequest> = resources
         .into_iter()
-        .flat_map(|(resource, class)| requests(resource, class, &containers, init.len()));
-    let requests: Vec<DeviceRequest> = requests.collect();
+        .flat_map(|(resource, class)| requests(resource, class, &containers, init.len()))
+        .collect();
     (!requests.is_empty()).then(|| ResourceClaim {
         metadata: ObjectMeta {
             name: Some(NOT_MADE.to_owned()),
@@ -107,7 +110,7 @@ fn requests(
             requests.push((nth, count));
         }
     }
-    // A container that ends before others start has their devices first.
+    // A later container can use the devices of a container that ends before it starts.
     let later = |nth: usize| {
         let later = requests.iter().filter(|(other, _)| *other > nth);
         later.map(|(_, count)| count).sum::<u64>()
@@ -147,7 +150,7 @@ fn requested(container: &Container) -> Option<&BTreeMap<String, Wire>> {
     container.resources.as_ref()?.requests.as_ref()
 }
 
-/// Whether a resource is none of Kubernetes' own.
+/// Whether a resource is an extended one, not one of Kubernetes' own.
 fn is_extended(resource: &str) -> bool {
     let Some((domain, _)) = resource.split_once('/') else {
         return false;
@@ -180,8 +183,8 @@ mod tests {
         let all = |list: &Value| {
             let list: Vec<(String, u64, Option<String>)> =
                 serde_json::from_value(list.clone()).unwrap();
-            let list = list.iter();
-            list.map(|(name, count, policy)| container((name, *count, policy.as_deref())))
+            list.iter()
+                .map(|(name, count, policy)| container((name, *count, policy.as_deref())))
                 .collect::<Vec<_>>()
         };
         serde_json::from_value(json!({
@@ -203,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_class_of_a_name_stands_for_it_and_its_own_name_always() {
+    fn the_newest_class_of_a_name_wins_and_its_own_name_works() {
         let classes = [
             class("old", Some("nvidia.com/gpu"), 1),
             class("new-b", Some("nvidia.com/gpu"), 2),
@@ -218,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn each_container_asks_for_its_own_and_an_init_container_first_uses_those_of_later_ones() {
+    fn init_containers_reuse_what_later_containers_request() {
         let classes = [class("gpus", Some("nvidia.com/gpu"), 1)];
         let of = |container: &str| format!("nvidia.com/gpu of container {container}");
         let two = pod(&json!([]), &json!([["a", 1, null], ["b", 2, null]]));

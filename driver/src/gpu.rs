@@ -1,8 +1,7 @@
-//! How a GPU is identified: by its UUID, of which the first digits are in the names of its devices.
+//! A GPU is identified by its UUID. The names of its devices begin with the UUID's first digits.
 //!
-//! The minor number and NVML's index follow the order in which the kernel probes, so they may
-//! change when a GPU dies, the MIG mode changes or the node reboots. Nothing is stored or compared
-//! by them.
+//! The minor number and NVML's index follow the order in which the kernel probes, so they may change when a GPU dies,
+//! the MIG mode changes or the node reboots. So they never identify a GPU here.
 
 use std::fmt;
 use std::str::FromStr;
@@ -26,11 +25,10 @@ pub struct GpuUuid(u128);
 pub struct GpuUuidError(String);
 
 impl GpuUuid {
-    /// The digits that stand for this GPU in the names of its devices, on a node where `others`
-    /// are known: eight, or all where another GPU begins with the same eight.
+    /// The digits that stand for this GPU in the names of its devices, on a node with the GPUs `others`: eight, or all
+    /// digits if another GPU begins with the same eight.
     ///
-    /// There are no lengths in between: a name with all digits stays the same whichever GPUs are
-    /// added or removed.
+    /// Other lengths are not used: a name with all digits does not change when GPUs are added or removed.
     #[must_use]
     pub fn name_prefix<'a>(self, others: impl IntoIterator<Item = &'a Self>) -> UuidPrefix {
         let short = self.prefix(SHORTEST);

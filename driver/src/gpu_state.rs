@@ -7,23 +7,24 @@
 //!                                        └──── read again ◄───┘
 //! ```
 //!
-//! [`next`] is asked again after each step, with the GPU as it is then. So it does not matter where a crash, a reboot or an
-//! administrator interrupts: what is there decides what comes next.
+//! [`next`] is called again after each step, with the GPU's new state. So a crash, a reboot or an administrator may
+//! interrupt at any step: the state alone decides the next one.
 //!
-//! **Whose an instance is.** The [`Record`] is written before an instance is made, while its placement is free, and again
-//! with the instance's id. An instance that the record does not name belongs to somebody else. It is never removed, and
-//! nothing that overlaps with it is made. If it is the very partition that is wanted, whole, it is used as it is.
+//! **Who owns an instance.** The [`Record`] is written before an instance is created, while its placement is free, and
+//! again with the instance's id. An instance that the record does not name belongs to somebody else: Tranche never
+//! removes it and creates nothing that overlaps with it. If it is exactly the wanted partition, with one compute
+//! instance that has all of it, Tranche uses it as it is.
 //!
-//! **MIG mode** is switched on for the first partition, and off again after the last, where Tranche switched it on.
-//! Where somebody else makes instances meanwhile, it stays on, and is theirs from then on.
+//! **MIG mode** is switched on for the first partition. If Tranche switched it on, it is switched off after the last
+//! one, unless somebody else has created instances meanwhile: then it stays on, and is theirs from then on.
 //!
 //! **The MPS daemon** serves all concurrent shares of the GPU. Before it starts, the compute mode becomes `EXCLUSIVE_PROCESS`, as
 //! NVIDIA's MPS documentation recommends: then no process has a context beside the daemon's server. After the last share the daemon
 //! ends, and the compute mode is what it was before, unless somebody else has changed it meanwhile. A partition with concurrent
 //! shares has a daemon of its own, see [`PartitionDaemon`].
 //!
-//! The length of **time slices** has nothing to do with the rest, and a function of its own, [`next_time_slice`]. So has the way to
-//! **VFIO**, [`vfio::next`]: it begins when all else is as it was before Tranche changed it.
+//! The length of **time slices** does not depend on the rest, and has its own function, [`next_time_slice`]. The way to
+//! **VFIO** has one, too, [`vfio::next`]: it begins when everything else is as it was before Tranche changed it.
 
 mod partition_daemon;
 mod time_slice;
@@ -51,7 +52,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Where an instance of the inventory is; `None` if the driver gave its profile a name that is not known.
+    /// The placement of an instance of the inventory; `None` if its profile has an unknown name.
     #[must_use]
     pub fn of(instance: &MigInstance) -> Option<Self> {
         Some(Self {
@@ -66,8 +67,8 @@ impl Place {
 pub struct Wanted {
     /// The partitions that claims hold: they stay.
     pub held: BTreeSet<Place>,
-    /// Those of them that are made where they are missing: one claim's, so that what keeps another claim's partition from
-    /// being made does not fail this one.
+    /// Those of them that are created if they are missing. They belong to one claim, so that a problem with another
+    /// claim's partition does not fail this one.
     pub make: BTreeSet<Place>,
     /// Whether claims hold concurrent shares of the whole GPU.
     pub mps: WantedDaemon,
@@ -90,12 +91,12 @@ pub enum WantedDaemon {
 /// `nvmlComputeMode_t`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ComputeMode {
-    /// Any number of processes have contexts.
+    /// Any number of processes may have contexts.
     #[default]
     Default,
-    /// No process has.
+    /// No process may have one.
     Prohibited,
-    /// One process at a time has, or the clients of one MPS daemon.
+    /// One process at a time may, or the clients of one MPS daemon.
     ExclusiveProcess,
 }
 
@@ -109,7 +110,8 @@ pub enum Daemon {
     Ready,
     /// It has ended.
     Ended,
-    /// It should end, but its supervisor does not end it now. Only for a partition: the GPU's other partitions do not wait for it.
+    /// It should end, but its supervisor does not end it now. Only for a partition: the GPU's other partitions do not
+    /// wait for it.
     Stuck,
 }
 
@@ -126,22 +128,22 @@ pub struct Record {
     /// The MPS daemon of Tranche, where it exists or is about to be started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mps: Option<OwnedDaemon>,
-    /// The MPS daemons of partitions that exist or are about to be started.
+    /// The MPS daemons of Tranche for partitions that exist or are about to be started.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partition_daemons: Vec<PartitionDaemon>,
     /// The length of time slices that Tranche has set, or is about to set.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slice: Option<ChangedTimeSlice>,
-    /// The GPU is bound to VFIO, or on its way there or back.
+    /// Present while the GPU is bound to VFIO, or on its way there or back.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vfio: Option<Box<AtVfio>>,
 }
 
-/// A GPU that is bound to VFIO: its driver does not know it, so nothing else describes it.
+/// A GPU that is bound to VFIO. NVIDIA's driver does not know it, so this is its only description.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AtVfio {
-    /// What the functions of its IOMMU group had before.
+    /// The drivers that the functions of its IOMMU group had before.
     pub drivers: vfio::Record,
     /// The GPU as its driver described it before.
     pub gpu: Gpu,
@@ -164,12 +166,12 @@ pub struct OwnedDaemon {
 pub struct Owned {
     /// Where it is.
     pub place: Place,
-    /// Its id, absent until it was made and read.
+    /// Its id; absent until it was created and read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<u32>,
 }
 
-/// How a GPU is, as NVML sees it.
+/// The state of a GPU, as NVML reports it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Actual {
     /// Its MIG mode.
@@ -180,7 +182,7 @@ pub struct Actual {
     pub compute_mode: ComputeMode,
     /// Its MPS daemon.
     pub daemon: Daemon,
-    /// The MPS daemons of its partitions, by the UUID of the MIG device; of others nothing is known.
+    /// The MPS daemons of its partitions, by the UUID of the MIG device. The state of others is unknown.
     pub partition_daemons: BTreeMap<String, Daemon>,
 }
 
@@ -215,11 +217,11 @@ pub enum Next {
     Change(Change),
     /// Set the compute mode.
     SetComputeMode(ComputeMode),
-    /// Have the MPS daemon started, if there is none, and proved to answer.
+    /// Ask the supervisor to start the MPS daemon, if there is none, and to check that it answers.
     EnsureDaemon(Served),
-    /// Have the MPS daemon ended.
+    /// Ask the supervisor to end the MPS daemon.
     EndDaemon(Served),
-    /// The GPU is as wanted: the partitions to make, by their places.
+    /// The GPU is as wanted: the partitions to create, by placement.
     Done(BTreeMap<Place, Partition>),
 }
 
@@ -243,7 +245,7 @@ pub struct Partition {
     pub uuid: String,
 }
 
-/// One change of a GPU: one call of NVML.
+/// One change of a GPU by one NVML call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
     /// Switch MIG mode.
@@ -281,7 +283,7 @@ pub enum Obstacle {
     /// The partitions of other claims are in the way.
     #[error("the partitions of other claims leave no room for {} at memory slice {}: delete the claim's pods to have another partition allocated", .0.profile, .0.start)]
     NoRoom(Place),
-    /// An instance that Tranche did not make is in the way.
+    /// An instance of somebody else is in the way.
     #[error(
         "the GPU instance {id} ({} at memory slice {}), which Tranche did not make, takes slices or engines that the wanted {} at memory slice {} needs: remove it (`nvidia-smi mig -dci -gi {id}`, `nvidia-smi mig -dgi -gi {id}`), or delete the claim's pods to have another partition allocated",
         .other.profile, .other.start, .wanted.profile, .wanted.start
@@ -317,7 +319,7 @@ pub enum Obstacle {
     Prohibited,
 }
 
-/// What brings the GPU nearer to what is wanted. `geometry` is how MIG divides it, if it does.
+/// The next step that reconciles the GPU with what is wanted. `geometry` says how MIG divides it, if it has MIG.
 pub fn next(
     wanted: &Wanted,
     record: &Record,
@@ -374,20 +376,20 @@ pub fn next(
 }
 
 impl Actual {
-    /// The instance at a place.
+    /// The instance at a placement.
     fn at(&self, place: Place) -> Option<&Instance> {
         self.instances.iter().find(|it| it.place == place)
     }
 }
 
 impl Record {
-    /// Whether there is nothing to remember.
+    /// Whether the record is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Adds what another record has.
+    /// Adds the content of another record.
     pub fn add(&mut self, other: Self) {
         self.switched_mig_on |= other.switched_mig_on;
         self.instances.extend(other.instances);
@@ -397,7 +399,7 @@ impl Record {
         self.vfio = self.vfio.take().or(other.vfio);
     }
 
-    /// The instance of Tranche at a place, if it is there.
+    /// The instance of Tranche at a placement, if it exists.
     fn instance<'a>(&self, place: Place, actual: &'a Actual) -> Option<&'a Instance> {
         actual.at(place).filter(|instance| self.owns(instance))
     }
@@ -407,24 +409,24 @@ impl Record {
         owned.any(|it| it.place == instance.place && it.id == Some(instance.id))
     }
 
-    /// The record as it must be for what is there, if it is different: with the ids of instances that were made, and without
+    /// The record that matches the GPU's state, if it differs: with the ids of instances that were created, and without
     /// instances that are gone.
     fn corrected(&self, wanted: &Wanted, actual: &Actual) -> Option<Self> {
         let mut corrected = self.clone();
         corrected.instances.retain(|owned| match owned.id {
-            // A reboot or an administrator has removed it. If another one is there, that is not ours.
+            // A reboot or an administrator has removed it. An instance that is there now belongs to somebody else.
             Some(id) => actual.at(owned.place).is_some_and(|it| it.id == id),
             None => wanted.held.contains(&owned.place) || actual.at(owned.place).is_some(),
         });
         for owned in &mut corrected.instances {
-            // It was made, and its id was not written.
+            // It was created, but its id was not written.
             owned.id = owned.id.or_else(|| Some(actual.at(owned.place)?.id));
         }
         (corrected != *self).then_some(corrected)
     }
 }
 
-/// The removal of something that is ours and not wanted, and that no MPS daemon serves.
+/// The step that removes something of ours that is not wanted and that no MPS daemon serves.
 fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> {
     let mut ours = actual.instances.iter().filter(|it| record.owns(it));
     let instance =
@@ -440,7 +442,7 @@ fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> 
     })
 }
 
-/// What brings one partition nearer; `None` where it is ready.
+/// The next step for one partition; `None` if it is ready.
 fn towards(
     place: Place,
     record: &Record,
@@ -464,7 +466,7 @@ fn towards(
     }
     let is_whole = |it: &Instance| matches!(&it.compute[..], [only] if only.slices == partition.slices.compute);
     if actual.at(place).is_some_and(is_whole) {
-        // Somebody else made it.
+        // Somebody else created it.
         return Ok(None);
     }
     if let Some(obstacle) = in_the_way(place, record, actual, geometry) {
@@ -481,14 +483,14 @@ fn towards(
     Ok(Some(Next::Write(record)))
 }
 
-/// What keeps a partition from being made: instances take slices or engines that it needs.
+/// The reason why a partition cannot be created: instances take slices or engines that it needs.
 fn in_the_way(
     place: Place,
     record: &Record,
     actual: &Actual,
     geometry: &Geometry,
 ) -> Option<Obstacle> {
-    // Those of others last, so that the one that takes too much is named.
+    // Those of others last, so that the error names the one that takes too much.
     let (ours, others): (Vec<_>, Vec<_>) = actual.instances.iter().partition(|it| record.owns(it));
     let slices = |place: Place| Some(geometry.partition(place.profile, place.start)?.slices);
     let take = |left: Slices, place: Place| left.less(slices(place)?);
@@ -542,7 +544,7 @@ fn restore_mode(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
     }))
 }
 
-/// What brings an MPS daemon nearer; `None` where it answers.
+/// The next step to start an MPS daemon; `None` if it answers.
 fn with_daemon(record: &Record, actual: &Actual) -> Result<Option<Next>, Obstacle> {
     if actual.compute_mode == ComputeMode::Prohibited {
         return Err(Obstacle::Prohibited);
@@ -562,13 +564,13 @@ fn with_daemon(record: &Record, actual: &Actual) -> Result<Option<Next>, Obstacl
     Ok((actual.daemon != Daemon::Ready).then_some(Next::EnsureDaemon(Served::Gpu)))
 }
 
-/// What takes an MPS daemon of Tranche away.
+/// The next step to end an MPS daemon of Tranche.
 fn without_daemon(daemon: OwnedDaemon, record: &Record, actual: &Actual) -> Next {
     if actual.daemon != Daemon::Ended {
         return Next::EndDaemon(Served::Gpu);
     }
     let before = daemon.compute_mode_before;
-    // Another mode is somebody else's, or that of a reboot.
+    // Any other mode was set by somebody else, or by a reboot.
     let is_ours = actual.compute_mode == ComputeMode::ExclusiveProcess;
     if is_ours && before != ComputeMode::ExclusiveProcess {
         return Next::SetComputeMode(before);

@@ -32,7 +32,7 @@ const MIN_READER: u64 = 1;
 pub struct Record {
     version: u64,
     min_reader: u64,
-    /// Since when the claim has its devices; `None` where nobody asks.
+    /// When the claim got its devices; `None` if that is not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub since: Option<Moment>,
     /// What to do.
@@ -47,7 +47,7 @@ pub struct GpuRecord {
     min_reader: u64,
     /// `GPU-…`.
     pub gpu_uuid: String,
-    /// What.
+    /// The changes.
     pub changes: gpu_state::Record,
 }
 
@@ -78,7 +78,7 @@ impl GpuRecord {
 /// Why a record cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
-    /// Not a record, or cut short.
+    /// Not a record, or truncated.
     #[error("corrupt journal: {0}")]
     Corrupt(#[source] serde_json::Error),
     /// A later version of this driver wrote it, with something that must not be ignored.
@@ -110,7 +110,7 @@ struct Envelope {
 }
 
 impl Record {
-    /// A record of this version, of a claim that has its devices since then.
+    /// A record of this version, of a claim that has had its devices since `since`.
     #[must_use]
     pub fn new(plan: PreparationPlan, since: Option<Moment>) -> Self {
         Self {

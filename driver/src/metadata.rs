@@ -1,8 +1,9 @@
-//! What a container can read of its devices: one file per request, as KEP-5304 has it.
+//! What a container can read about its devices: one file per request, as KEP-5304 specifies.
 //!
-//! The format is that of `k8s.io/dynamic-resource-allocation/api/metadata`: a stream of the same object in each version,
-//! the newest first. A program finds the file by the name of the claim (or of the pod's entry for a claim from a template)
-//! and of the request. The fields of a share that have no place there, its memory and cores, are attributes.
+//! The format is that of `k8s.io/dynamic-resource-allocation/api/metadata`: a stream of the same object in each
+//! version, the newest first. A program finds the file by the names of the claim and of the request; for a claim from a
+//! template the pod's name for it is used. The memory and cores of a share are attributes, because the format has no
+//! field for them.
 
 use std::collections::BTreeMap;
 
@@ -32,7 +33,7 @@ pub fn requests(plan: &PreparationPlan) -> Vec<&str> {
     requests
 }
 
-/// Where a container has the file of a request.
+/// The path of a request's file in a container.
 #[must_use]
 pub fn container_path(plan: &PreparationPlan, request: &str) -> String {
     let (kind, claim) = match &plan.allocation.pod_claim_name {
@@ -48,7 +49,7 @@ pub fn file(plan: &PreparationPlan, request: &str) -> Vec<u8> {
     let allocation = &plan.allocation;
     let pairs = allocation.devices.iter().zip(&plan.devices);
     let of_request = pairs.filter(|(_, device)| device.request == request);
-    // All devices of a request are of one subrequest, whose name the object has.
+    // All devices of a request belong to one subrequest; the object has its name.
     let mut name = request;
     let mut devices = Vec::new();
     for (allocated, device) in of_request {

@@ -1,8 +1,8 @@
 //! MIG: how a GPU is divided, and the names of partitions.
 //!
-//! A GPU instance takes whole slices: some of the GPU's compute slices, and adjacent memory slices
-//! that begin at its placement. NVIDIA's MIG User Guide lists the profiles of every model; which a GPU has,
-//! and where their instances may be placed, its driver reports.
+//! A GPU instance takes whole slices: some of the GPU's compute slices, and adjacent memory slices that begin at its
+//! placement. NVIDIA's MIG User Guide lists the profiles of every model. The driver reports which of them a GPU has,
+//! and their possible placements.
 //!
 //! ```text
 //!  profile    a profile's name

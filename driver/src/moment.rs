@@ -14,11 +14,11 @@ pub struct Moment(Timestamp);
 const MICROSECOND: i128 = 1_000;
 
 impl From<Timestamp> for Moment {
-    /// Cuts off what is less than a microsecond.
+    /// Rounds down to a microsecond.
     fn from(time: Timestamp) -> Self {
         let nanos = time.as_nanosecond();
         let whole = Timestamp::from_nanosecond(nanos - nanos.rem_euclid(MICROSECOND));
-        // Only within a microsecond of the earliest time that can be written.
+        // Fails only within a microsecond of the earliest time that can be written.
         Self(whole.unwrap_or(time))
     }
 }

@@ -1,19 +1,19 @@
-//! More memory for the capped shares of a GPU than the GPU has for them.
+//! Memory oversubscription: the capped shares of a GPU have more memory together than the GPU.
 //!
-//! A share then has a part of the GPU that is its own, and more: what it has beyond its part must be memory that the driver can
-//! move to the host (ADR 0033). The parts of all shares together are within the GPU, as the shares are elsewhere.
+//! Each share has a part of the GPU as its own. Memory beyond that part must be memory that the driver can move to the
+//! host (ADR 0033). The parts of all shares together fit into the GPU.
 
-/// How much memory the shares of a GPU have together, in percent of what it has for them: 101 to 400.
+/// The memory of all shares of a GPU together, in percent of its usable memory: 101 to 400.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Oversubscription(u16);
 
 impl Oversubscription {
-    /// Percent where memory is not oversubscribed.
+    /// The percentage without oversubscription.
     pub const NONE: u32 = 100;
     /// The most, in percent.
     pub const MOST: u32 = 400;
 
-    /// `None` for what is not a number of 101 to 400 percent.
+    /// `None` for a number that is not in 101 to 400 percent.
     #[must_use]
     pub fn new(percent: u32) -> Option<Self> {
         let is_more = Self::NONE < percent && percent <= Self::MOST;
@@ -26,7 +26,7 @@ impl Oversubscription {
         self.0
     }
 
-    /// The memory of all shares together, where the GPU has `usable` bytes for them: a multiple of `step` bytes.
+    /// The memory of all shares together, on a GPU with `usable` bytes for them: a multiple of `step` bytes.
     #[must_use]
     pub fn memory(self, usable: u64, step: u64) -> u64 {
         let all = u128::from(usable) * u128::from(self.0) / u128::from(Self::NONE);
@@ -34,7 +34,7 @@ impl Oversubscription {
         all - all % step
     }
 
-    /// The part of the GPU that is a share's own, of `memory` bytes in all; at least one byte.
+    /// The part of the GPU that is the own of a share with `memory` bytes; at least one byte.
     #[must_use]
     pub fn part_on_gpu(self, memory: u64) -> u64 {
         let part = u128::from(memory) * u128::from(Self::NONE) / u128::from(self.0);
@@ -59,7 +59,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the memory is divided into shares, their parts together are what the GPU has.
+        /// However the memory is divided into shares, their parts together fit into the GPU.
         #[test]
         fn parts_are_within_the_gpu(
             percent in 101..=400_u32,

@@ -1,9 +1,9 @@
-//! What a pod says of its claims.
+//! The claims of a pod.
 
 use k8s_openapi::api::core::v1::Pod;
 
-/// The names of a pod's claims, in its namespace: those that it names, that were made for it, and that stand for its extended
-/// resources.
+/// The names of a pod's claims, in its namespace: those that it names, those that were created for it, and the one for
+/// its extended resources.
 #[must_use]
 pub fn claims_of(pod: &Pod) -> Vec<&str> {
     let spec = pod.spec.as_ref();

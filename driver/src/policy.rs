@@ -1,13 +1,12 @@
-//! What an admin's policies amount to for one GPU.
+//! What an admin's policies mean for one GPU.
 //!
 //! ```text
 //!  policies ─► those whose selector matches the node's labels and that name the GPU
 //!           ─► the highest priority, among equals the first by name ─► numbers checked ─► Terms
 //! ```
 //!
-//! The admission of a [`SharingPolicy`] checks the same, but a policy may have been stored before
-//! a rule existed, or by a server that does not check it: nothing is offered from a policy that
-//! does not add up, and no other policy takes the place of one that was meant to hold.
+//! The admission of a [`SharingPolicy`] checks the same, but a policy may have been stored before a rule existed, or by
+//! a server that does not check it. An invalid policy offers nothing, and no policy of lower priority replaces it.
 
 mod idle;
 mod selector;
@@ -49,11 +48,11 @@ pub struct Terms {
     pub tiers: BTreeSet<Tier>,
     /// How the GPU is shared in the tier `capped`.
     pub capped: CappedTerms,
-    /// The most shares in the tier `concurrent`, 1-48; whatever else it has is as in `capped`.
+    /// The most shares in the tier `concurrent`, 1-48; its other settings are those of `capped`.
     pub concurrent_sharers: u32,
-    /// The profiles that are shared as partitions in the tier `concurrent`; no profile where empty.
+    /// The profiles that are shared as partitions in the tier `concurrent`; empty for none.
     pub concurrent_on_partitions: BTreeSet<Profile>,
-    /// The profiles that are offered in the tier `partition`; all where empty.
+    /// The profiles that are offered in the tier `partition`; empty for all.
     pub profiles: BTreeSet<Profile>,
     /// How the GPU is shared in the tier `timeshared`.
     pub timeshared: TimesharedTerms,
@@ -68,23 +67,23 @@ pub struct CappedTerms {
     pub expected_sharers: u32,
     /// Bytes kept free for one sharer's CUDA context.
     pub context_memory: u64,
-    /// How much more memory the shares of a GPU have together than it has for them; `None` for no more.
+    /// How much more memory the shares of a GPU have together than it has for them; `None` without oversubscription.
     pub memory_oversubscription: Option<Oversubscription>,
-    /// Bytes by which a share's memory grows, and the least it has; at least 1.
+    /// Bytes: the step and the minimum of a share's memory; at least 1.
     pub memory_step: u64,
-    /// Bytes of a share that names none: a multiple of the step and at least one.
+    /// Bytes of a share that requests none: a multiple of the step and at least one.
     pub default_memory: Option<u64>,
-    /// Percent by which a share's cores grow, and the least that it has: a divisor of 100, at most 50.
+    /// Percent: the step and the minimum of a share's cores; a divisor of 100, at most 50.
     pub cores_step: u8,
-    /// Percent of a share that names none, 1-100: a multiple of the step.
+    /// Percent of a share that requests none, 1-100: a multiple of the step.
     pub default_cores: Option<u8>,
     /// What happens to the tier under a driver with unknown functions.
     pub untested_driver: UntestedDriver,
     /// What the node does with a process that goes around its share's cap.
     pub on_bypass: OnBypass,
-    /// Of the driver's libraries, those that containers get beside compute and utility.
+    /// Libraries of the driver that containers get in addition to those of compute and utility.
     pub extra_capabilities: BTreeSet<Capability>,
-    /// The profiles that are shared as partitions in the tier `capped`; no profile where empty.
+    /// The profiles that are shared as partitions in the tier `capped`; empty for none.
     pub on_partitions: BTreeSet<Profile>,
 }
 
@@ -97,7 +96,7 @@ pub struct TimesharedTerms {
     pub interval: Interval,
 }
 
-/// Why a policy cannot hold.
+/// Why a policy is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("SharingPolicy {policy}: {problem}")]
 pub struct PolicyError {
@@ -110,16 +109,16 @@ pub struct PolicyError {
 /// What is wrong with a policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PolicyProblem {
-    /// The selector of nodes makes no sense.
+    /// The selector of nodes is invalid.
     #[error("spec.nodeSelector.{0}")]
     Selector(#[from] SelectorError),
-    /// The selector of namespaces with idle claims makes no sense.
+    /// The selector of namespaces with idle claims is invalid.
     #[error("spec.idle.namespaces.{0}")]
     IdleNamespaces(SelectorError),
     /// No tier at all.
     #[error("spec.tiers is empty: name at least one of {}", words(&Tier::ALL))]
     NoTiers,
-    /// The same twice in a list.
+    /// A list has the same value twice.
     #[error("{field} names {value} twice")]
     Twice {
         /// The list.
@@ -154,10 +153,10 @@ pub enum PolicyProblem {
         /// The name.
         name: String,
     },
-    /// Less than the shim stands in front of.
+    /// A capability that every capped share has is missing.
     #[error("spec.capped.driverCapabilities does not name {0}, which a capped share always has")]
     NoCapability(&'static str),
-    /// A number that is no count.
+    /// Text that is not a count.
     #[error("{field} {problem}")]
     Count {
         /// The field.
@@ -203,12 +202,12 @@ pub fn terms(
     }
 }
 
-/// The least size that a measurement can give a context, in bytes: a tenant can make a process look as if its context
-/// were smaller, and the watchdog tolerates 256 MiB beyond it, where contexts take up to 550 MiB.
+/// The smallest size in bytes that a measurement can give a context. A tenant can make a process look as if its context
+/// were smaller, and the watchdog tolerates 256 MiB more than that size; contexts take up to 550 MiB.
 const LEAST_CONTEXT: u64 = 256 << 20;
 
-/// Bytes of a context on `gpu` where nobody says how many: as the node measured them, and [`UNMEASURED_CONTEXT`] before
-/// that. The inventory may say anything: no count is no size.
+/// Bytes of a context on `gpu` if no policy sets them: the node's measurement, or [`UNMEASURED_CONTEXT`] before there
+/// is one. The inventory may have any text: one that is not a count is ignored.
 #[must_use]
 pub fn context_memory(gpu: &Gpu) -> u64 {
     let measured = gpu.context_memory.and_then(|bytes| bytes.to_count().ok());
@@ -218,8 +217,8 @@ pub fn context_memory(gpu: &Gpu) -> u64 {
     }
 }
 
-/// What the policies ask of the node itself for `gpu`: the part of its terms that the node's plugin
-/// needs, as the controller publishes it in `GpuNode.status.published.gpus`.
+/// What the policies ask of the node itself for `gpu`: the part of its terms that the node's plugin needs. The
+/// controller publishes it in `GpuNode.status.published.gpus`.
 pub fn published(
     policies: &[SharingPolicy],
     labels: &BTreeMap<String, String>,
@@ -264,7 +263,7 @@ pub fn matching<'a>(
         if !names(spec, uuids.as_ref().ok(), gpu) {
             continue;
         }
-        // An invalid selector, or UUID, counts only where the policy could hold.
+        // An invalid selector or UUID matters only if the policy could apply.
         let matches = spec.node_selector.as_ref().map_or(Ok(true), |selector| {
             selector::matches(selector, labels).map_err(|problem| of(policy, problem.into()))
         })?;
@@ -276,7 +275,8 @@ pub fn matching<'a>(
     Ok(None)
 }
 
-/// Whether the policy speaks of the GPU, by its product, its index and its UUID. Without valid UUIDs it may speak of any.
+/// Whether the policy names the GPU, by its product, its index and its UUID. A policy with an invalid UUID may name any
+/// GPU.
 fn names(spec: &SharingPolicySpec, uuids: Option<&BTreeSet<GpuUuid>>, gpu: &Gpu) -> bool {
     let by_product = spec.products.is_empty() || spec.products.contains(&gpu.product_name);
     let is_listed = |index| spec.indices.contains(&index);

@@ -7,12 +7,12 @@
 //! The scheduler decides from slices that may be stale, so every plan is checked against the GPUs
 //! that NVML reports now and against everything that other claims hold on this node.
 //!
-//! A plan names its GPUs by UUID. Minor number and PCI address are looked up whenever a claim is
-//! prepared ([`PreparationPlan::located`]), because a boot may change both. So is the MIG device that a partition is
+//! A plan names its GPUs by UUID. Minor number and PCI address are looked up whenever a claim is prepared
+//! ([`PreparationPlan::located`]), because a boot may change both. The MIG device of a partition is looked up, too
 //! ([`PreparationPlan::on_gpu`]).
 //!
-//! What belongs to a GPU is not a step of a claim's plan: [`held_of`] says what all plans together hold of a GPU, and
-//! [`gpu_state`](crate::gpu_state) says how it is brought there, before the first step.
+//! The state of a GPU as a whole is not a step of a claim's plan: [`held_of`] says what all plans together hold of a
+//! GPU, and [`gpu_state`](crate::gpu_state) reconciles the GPU with that before the first step.
 
 mod conflict;
 
@@ -43,8 +43,8 @@ pub const PAGES: u32 = 1;
 pub struct PreparationPlan {
     /// The claim as it was allocated.
     pub allocation: Allocation,
-    /// The version of the claim's pages. Its containers have the shim of that version, whatever release
-    /// the node runs now.
+    /// The version of the claim's pages. Its containers have the shim of that version, even if the node runs a later
+    /// release.
     pub pages: u32,
     /// One entry per allocated device, in the claim's order.
     pub devices: Vec<PreparedDevice>,
@@ -83,7 +83,7 @@ pub struct PreparedDevice {
     /// For a claim that holds the GPU at VFIO.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vfio: Option<HeldVfio>,
-    /// For a timeshared share whose policy asked for a length of time slices when the claim was planned.
+    /// For a timeshared share whose policy set the length of time slices when the claim was planned.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub time_slice: Option<Interval>,
     /// The enforced limits.
@@ -92,13 +92,13 @@ pub struct PreparedDevice {
     pub cdi_ids: Vec<String>,
 }
 
-/// A partition that a claim holds, or holds a share of.
+/// A partition that a claim holds, exclusively or in shares.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldPartition {
-    /// Which.
+    /// Its placement.
     pub place: Place,
-    /// What it was when the claim was last prepared; absent until then.
+    /// The MIG device when the claim was last prepared; absent until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigDevice>,
 }
@@ -122,7 +122,7 @@ pub struct MigDevice {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct HeldVfio {
-    /// What a program opens it by, as it was when the claim was last prepared; absent until then.
+    /// What a program opens to use it, when the claim was last prepared; absent until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<VfioGroup>,
 }
@@ -141,21 +141,21 @@ pub struct VfioGroup {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", tag = "kind")]
 pub enum Cap {
-    /// Nothing is capped: the whole GPU, or a tier that caps nothing.
+    /// No limits: the whole GPU, or a tier without caps.
     None {},
     /// The shim enforces these.
     #[serde(rename_all = "camelCase")]
     Share {
         /// Bytes.
         memory: u64,
-        /// Where the GPU's memory is oversubscribed: the most bytes of the share's memory that cannot move to the host.
+        /// On a GPU with oversubscribed memory: the most bytes of the share's memory that cannot move to the host.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resident: Option<u64>,
         /// Percent of SM time, 1-100; with MPS, of the GPU's threads.
         cores: u8,
         /// Whether the time of idle neighbours may be used; not with MPS.
         mode: ComputeMode,
-        /// Bytes that one CUDA context takes, 0 where that is not known.
+        /// Bytes that one CUDA context takes; 0 if that is not known.
         context_memory: u64,
         /// Whether its processes are clients of the GPU's MPS daemon, which limits each of them, too.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -164,7 +164,7 @@ pub enum Cap {
 }
 
 impl PreparedDevice {
-    /// How much more memory the shares of its GPU have together than the GPU; `None` where they have no more.
+    /// How much more memory the shares of its GPU have together than the GPU; `None` without oversubscription.
     #[must_use]
     pub fn oversubscription(&self) -> Option<Oversubscription> {
         self.device
@@ -203,7 +203,7 @@ impl Cap {
         }
     }
 
-    /// The accounts in which its processes are counted.
+    /// The accounts that count its processes.
     #[must_use]
     pub const fn accounts(self) -> &'static [Account] {
         match self {
@@ -266,7 +266,7 @@ pub enum Step {
     CreateAccountPage {
         /// The device's key.
         key: String,
-        /// Which one.
+        /// Its kind.
         #[serde(default, skip_serializing_if = "Account::is_of_memory")]
         account: Account,
     },
@@ -286,7 +286,7 @@ pub enum Undo {
     RemoveAccountPage {
         /// The device's key.
         key: String,
-        /// Which one.
+        /// Its kind.
         account: Account,
     },
     /// Of [`Step::WriteCdiSpec`].
@@ -339,8 +339,7 @@ impl PreparationPlan {
         self.steps.iter().rev().map(Step::inverse).collect()
     }
 
-    /// The plan with the current location of its GPUs. A missing GPU is an error; no other GPU
-    /// takes its place.
+    /// The plan with the current location of its GPUs. A missing GPU is an error; no other GPU replaces it.
     pub fn located(&self, inventory: &Inventory) -> Result<Self, PreparationError> {
         let mut plan = self.clone();
         for device in &mut plan.devices {
@@ -372,8 +371,8 @@ impl PreparationPlan {
         Some(mig.map_or(&device.gpu_uuid, |mig| &mig.uuid))
     }
 
-    /// The GPUs that must be changed for the claim, each once: it holds partitions of them, their MPS daemon, a share with its
-    /// own length of time slices, or the GPU at VFIO.
+    /// The GPUs whose state the claim changes, each once: it holds partitions of them, a share that needs their MPS
+    /// daemon or its own length of time slices, or the GPU at VFIO.
     #[must_use]
     pub fn changed_gpus(&self) -> BTreeSet<&str> {
         let is_changed = |it: &&PreparedDevice| {
@@ -384,7 +383,7 @@ impl PreparationPlan {
         devices.map(|device| &*device.gpu_uuid).collect()
     }
 
-    /// The plan with the group in which its GPU is now at VFIO.
+    /// The plan with the VFIO group that its GPU has now.
     #[must_use]
     pub fn at_vfio(mut self, gpu_uuid: &str, group: &VfioGroup) -> Self {
         for device in self.devices.iter_mut().filter(|it| it.gpu_uuid == gpu_uuid) {
@@ -395,8 +394,8 @@ impl PreparationPlan {
         self
     }
 
-    /// The plan with what its devices of a GPU are since the GPU was prepared: the GPU's minor number, where it was asked for,
-    /// and the MIG devices that its partitions are.
+    /// The plan after a GPU was prepared: with the GPU's minor number, if it was looked up, and the MIG devices of its
+    /// partitions.
     #[must_use]
     pub fn on_gpu(
         mut self,
@@ -414,14 +413,14 @@ impl PreparationPlan {
     }
 }
 
-/// What claims hold of a GPU that belongs to the GPU and not to one of them.
+/// What claims hold of a GPU that concerns the GPU as a whole.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeldOfGpu {
-    /// The partitions, also those of which they hold shares.
+    /// The partitions, exclusive or shared.
     pub partitions: BTreeSet<Place>,
     /// Whether there are concurrent shares of the whole GPU, and so an MPS daemon.
     pub mps: bool,
-    /// Those of the partitions of which there are concurrent shares, and so an MPS daemon each.
+    /// The partitions with concurrent shares; each has an MPS daemon.
     pub partition_daemons: BTreeSet<Place>,
     /// Whether a claim holds it at VFIO.
     pub vfio: bool,
@@ -450,7 +449,7 @@ pub fn held_of<'a>(
     all
 }
 
-/// The lengths of time slices that claims with these plans want of a GPU.
+/// The lengths of time slices that claims with these plans want on a GPU.
 #[must_use]
 pub fn wanted_time_slices<'a>(
     gpu_uuid: &str,
@@ -541,7 +540,7 @@ pub enum PreparationProblem {
         /// The GPU.
         uuid: String,
     },
-    /// What the driver reports of the GPU's division is invalid.
+    /// The driver's report of the GPU's division is invalid.
     #[error("GPU {uuid}: {problem}")]
     Geometry {
         /// The GPU.
@@ -564,7 +563,7 @@ pub enum PreparationProblem {
         /// Why.
         message: String,
     },
-    /// An observer of a GPU that its driver may not know.
+    /// Admin access to a GPU that its driver may not know.
     #[error(
         "admin access to a passthrough device shows nothing, because the GPU's driver does not know the GPU while a claim holds it: ask for the device of tier exclusive"
     )]
@@ -574,8 +573,8 @@ pub enum PreparationProblem {
     Name(#[from] cdi::NameError),
 }
 
-/// Refuses a plan for a GPU that the node withholds: the scheduler may have decided before it knew.
-/// Claims that are already prepared, and admin access, are not refused.
+/// Refuses a plan for a GPU that the node withholds: the scheduler may have decided before the GPU was withheld. Claims
+/// that are already prepared, and admin access, are not refused.
 pub fn refuse_withheld<'a>(
     plan: &PreparationPlan,
     withheld: &(impl IntoIterator<Item = &'a WithheldGpu> + Clone),
@@ -616,9 +615,8 @@ fn bytes(amount: u64) -> Quantity {
     Quantity::from_bytes(amount)
 }
 
-/// Plans what must be done for `allocation` on a node with the GPUs of `inventory` (as NVML reports
-/// them now), where other claims hold the plans in `held`. Plans of the same claim in `held` are
-/// ignored.
+/// Plans the preparation of `allocation` on a node with the GPUs of `inventory` (as NVML reports them now). `held` are
+/// the plans of all claims on the node; those of the same claim are ignored.
 pub fn plan<'a>(
     allocation: &Allocation,
     inventory: &Inventory,
@@ -748,8 +746,8 @@ fn prepare(
     Ok(device)
 }
 
-/// The partition that a claim holds, or holds a share of, with the geometry of its GPU and the bytes that programs can have in
-/// it. An observer gets the GPU as it is: nothing is made for it.
+/// The partition that a claim holds, exclusively or in shares, with the geometry of its GPU and the bytes that programs
+/// can have in it. Admin access gets the GPU as it is: nothing is created for it.
 fn held_partition(
     allocated: &AllocatedDevice,
     gpu: &Gpu,
@@ -830,7 +828,7 @@ fn available_memory(gpu: &Gpu) -> Result<u64, PreparationProblem> {
 /// Pages first, the CDI spec last: when the spec exists, everything that it mounts exists.
 fn steps(devices: &[PreparedDevice]) -> Vec<Step> {
     let mut steps = Vec::new();
-    // A virtual machine has a driver of its own, which reads no page.
+    // The driver in a virtual machine does not read the page.
     for device in devices.iter().filter(|device| device.vfio.is_none()) {
         steps.push(Step::WriteCapPage {
             key: device.key.clone(),

@@ -7,9 +7,9 @@
 //!  ResourceSlices of gpu.nvidia.com ───────────────────┘
 //! ```
 //!
-//! If another system hands out a GPU that Tranche offers too, two pods get it without an error. So a
-//! GPU that another system offers, or that one of its pods still holds, is withheld. If it is not
-//! known which GPUs are concerned, all are withheld.
+//! If another system hands out a GPU that Tranche offers too, two pods get it without an error. So a GPU that another
+//! system offers, or that one of its pods still holds, is withheld. If the affected GPUs are not known, all are
+//! withheld.
 
 #[cfg(test)]
 mod tests;
@@ -23,7 +23,7 @@ use tranche_api::withheld::reason;
 
 /// The name of NVIDIA's DRA driver for GPUs.
 pub const NVIDIA_DRIVER: &str = "gpu.nvidia.com";
-/// The documentation of the remedy.
+/// Where the remedy is documented.
 const HOW: &str = "see \"Taking over a node\" in deploy/README.md";
 
 /// What was observed of other systems.
@@ -231,7 +231,7 @@ fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
                 let text = format!("pod {pod} holds it by a claim for {NVIDIA_DRIVER}");
                 found.of(uuid, provider, text);
             } else {
-                // Its slices were deleted with the driver; only they named the GPU.
+                // Its slices were deleted with the driver; nothing else names the GPU.
                 let text = format!(
                     "pod {pod} holds {device} by a claim for {NVIDIA_DRIVER}, and nothing says which GPU that is"
                 );

@@ -15,13 +15,12 @@
 //! claim that accepts both gets a part of a GPU that is already shared, and whole GPUs stay free
 //! for claims that need one.
 //!
-//! **Names never change.** Counters are computed from the current slices: renaming or removing a
-//! device that a claim holds would free its GPU although it is in use, and a name that is reused
-//! for another GPU would move the claim there. So a device's name is made of its GPU's UUID,
-//! counter sets are named by the whole UUID, and slices by the GPU's PCI address alone. A device
-//! that is no longer offered but may be allocated ([`NodeInput::retained`]) keeps its name, gets a
-//! taint, and belongs to the GPU that its attribute `uuid` names. If another GPU, present or
-//! retained, has the same first digits, the names have all digits of the UUID.
+//! **Names never change.** The scheduler computes counters from the current slices. If a device that a claim holds were
+//! renamed or removed, its GPU would be free although it is in use; if a name were reused for another GPU, the claim
+//! would move there. So the name of a device contains its GPU's UUID, counter sets are named by the whole UUID, and
+//! slices by the GPU's PCI address alone. A device that is no longer offered but may be allocated
+//! ([`NodeInput::retained`]) keeps its name, gets a taint, and belongs to the GPU that its attribute `uuid` names. If
+//! another GPU, present or retained, has the same first digits, the names have all digits of the UUID.
 //!
 //! **A problem with one GPU affects only its own devices.** A GPU that the node withholds, that
 //! does not fit its policy, or whose description is invalid is listed in [`SlicePlan::withheld`];
@@ -99,8 +98,8 @@ pub struct SlicePlan {
     pub slices: Vec<PlannedSlice>,
     /// What is not offered and why: first what the node withholds, then by GPU.
     pub withheld: Vec<WithheldGpu>,
-    /// Retained devices that are no longer offered and of which only the identity was given. The plan
-    /// is complete, and may be carried out, where there are none.
+    /// Retained devices that are no longer offered and that were given only by identity. The plan is complete, and may
+    /// be carried out, if there are none.
     pub lacking: Vec<DeviceName>,
 }
 
@@ -128,11 +127,11 @@ struct IdentifiedGpu<'a> {
     gpu: &'a Gpu,
     uuid: GpuUuid,
     address: PciAddress,
-    /// How MIG divides it, where its node describes that.
+    /// How MIG divides it, if its node reports that.
     geometry: Result<Option<Geometry>, GeometryError>,
 }
 
-/// A device as it is published: what identifies it, and all of it where that was read.
+/// A published device: its identity, and the whole device if that was read.
 ///
 /// The identity is enough while the device is offered as before.
 #[derive(Clone, Debug, PartialEq)]
@@ -141,7 +140,7 @@ pub struct PublishedDevice {
     pub name: DeviceName,
     /// The GPU that it was published for.
     pub uuid: GpuUuid,
-    /// The whole device, where it was read.
+    /// The whole device, if it was read.
     pub content: Option<Device>,
 }
 
@@ -266,7 +265,7 @@ impl IdentifiedGpu<'_> {
     }
 }
 
-/// How `gpu` is offered by its policy; what is not offered is added to `withheld`.
+/// How `gpu` is offered by its policy; reasons for what is not offered are added to `withheld`.
 fn offer(
     node: &NodeInput<'_>,
     known: &IdentifiedGpu<'_>,
@@ -321,7 +320,7 @@ fn is_whole(entry: &WithheldGpu, gpu: &Gpu) -> bool {
     entry.gpu == gpu.uuid && entry.tiers.is_empty()
 }
 
-/// Whether the node lets the device be offered: the GPU in the tier that it would serve.
+/// Whether the node allows the device: the GPU, and the tier that it would serve.
 fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
     let name = device.name.parse::<DeviceName>();
     name.is_ok_and(|name| {
@@ -333,8 +332,8 @@ fn is_open(node: &NodeInput<'_>, gpu: &Gpu, device: &Device) -> bool {
 }
 
 impl PublishedDevice {
-    /// The identity of a published device. `None` for what is not ours: a name or a GPU that this
-    /// driver never publishes.
+    /// The identity of a published device. `None` for a device that is not ours: a name or a GPU that this driver never
+    /// publishes.
     #[must_use]
     pub fn identify(device: &Device) -> Option<Self> {
         Retained::read(device).map(|retained| Self {
@@ -351,7 +350,7 @@ impl Retained {
         let text = |name: &str| device.attributes.as_ref()?.get(name)?.string.as_deref();
         Some(Self {
             name: device.name.parse().ok()?,
-            // A partition's own UUID is another one.
+            // The attribute is the partition's own UUID.
             uuid: text(attribute::PARENT_UUID)
                 .or_else(|| text(attribute::UUID))?
                 .parse()
@@ -362,8 +361,8 @@ impl Retained {
     }
 }
 
-/// Adds the devices that are no longer offered but may be allocated, each to its own GPU. Says of which
-/// of them only the identity is known.
+/// Adds the devices that are no longer offered but may be allocated, each to its own GPU. Returns those of which only
+/// the identity is known.
 fn withdraw(
     published: &[PublishedDevice],
     gpus: &[IdentifiedGpu<'_>],
@@ -391,7 +390,7 @@ fn withdraw(
             (Some(known), DeviceName::Gpu { .. } | DeviceName::Oversubscribed { .. }) => {
                 known.counters()
             }
-            // Of a GPU that is gone only its devices are known; a partition takes its part.
+            // The devices are all that is known of a GPU that is gone; a partition takes its part of the counters.
             (None, _)
             | (Some(_), DeviceName::Partition { .. } | DeviceName::SharedPartition { .. }) => {
                 Counters::published(&device, retained.uuid)

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Two `3g.40gb` of an H100 take all of its memory slices, and 6 of its 7 compute slices: the seventh is stranded.
-//! What is stranded is free, and comes back with the claims that are in the way.
+//! Stranded resources are free, and become usable again when the claims that are in the way end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,28 +25,28 @@ pub struct SliceCount {
 /// What is left of a GPU in partitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlicesLeft {
-    /// All that the GPU has.
+    /// All of the GPU.
     pub whole: SliceCount,
-    /// What no partition has.
+    /// What no partition takes.
     pub free: SliceCount,
-    /// Of what is free, what no set of further partitions can use. Compute and memory are each counted by the set that uses
-    /// most of it.
+    /// The part of the free slices that no set of further partitions can use. For compute and for memory separately,
+    /// the set that uses most of it counts.
     pub stranded: SliceCount,
 }
 
-/// Partitions that cannot be beside each other on the GPU, as the driver describes it.
+/// Partitions that cannot exist together on the GPU, as the driver describes it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeldError {
     /// The GPU has no such partition.
     #[error("the GPU has no partition {} at slice {}", .0.profile, .0.start)]
     NoPartition(Place),
-    /// Another partition has slices or engines of it.
+    /// Another partition has some of its slices or engines.
     #[error("partition {} at slice {} does not fit beside the others that are held", .0.profile, .0.start)]
     DoesNotFit(Place),
 }
 
-/// What is left of a GPU of which the partitions `held` are in use or are an administrator's. `offered` are the profiles of
-/// which further ones may be made; all where it is empty.
+/// What is left of a GPU whose partitions `held` are in use, or belong to an administrator. `offered` are the profiles
+/// of further partitions; empty for all.
 pub fn of_partitions(
     geometry: &Geometry,
     offered: &BTreeSet<Profile>,
@@ -94,15 +94,15 @@ const fn count(slices: Slices) -> SliceCount {
     }
 }
 
-/// The most slices that sets of partitions use, by what is free.
+/// The most slices that sets of partitions use, by the free slices.
 struct Best {
     possible: Vec<Slices>,
     known: BTreeMap<(u32, u32, [u32; 5]), SliceCount>,
 }
 
 impl Best {
-    /// The lowest free memory slice is either left, or the first of a partition: partitions take adjacent slices, so
-    /// what is still free is the same for many sets, and is counted once.
+    /// The lowest free memory slice is either left, or the first of a partition. Partitions take adjacent slices, so
+    /// many sets leave the same slices free; these are counted once.
     fn of(&mut self, free: Slices) -> SliceCount {
         if free.memory == 0 {
             return SliceCount::default();
@@ -147,14 +147,14 @@ pub struct Shares {
 pub struct SharesLeft {
     /// What no share has.
     pub free: Shares,
-    /// Of what is free, the memory in bytes that no further share can have.
+    /// The free memory in bytes that no further share can use.
     pub stranded_memory: u64,
-    /// Of what is free, the cores in percent that no further share can have.
+    /// The free cores in percent that no further share can use.
     pub stranded_cores: u64,
 }
 
-/// What is left of a device with `whole` for its shares, of which they hold `held` together. `least` is the smallest share
-/// that the policy allows.
+/// What is left of a device with `whole` for its shares, which hold `held` together. `least` is the smallest share that
+/// the policy allows.
 #[must_use]
 pub fn of_shares(whole: Shares, held: Shares, least: Shares) -> SharesLeft {
     let free = Shares {

@@ -72,7 +72,7 @@ pub(crate) fn plain(device: &str) -> Value {
     json!({"request": "gpu", "driver": DRIVER, "pool": pool(NODE), "device": device})
 }
 
-/// The same result with some fields set, or taken away by null.
+/// The same result with some fields set, or removed by null.
 pub(crate) fn with(mut result: Value, fields: &Value) -> Value {
     for (name, value) in fields.as_object().expect("fields") {
         result[name] = value.clone();
@@ -107,7 +107,7 @@ pub(crate) fn config(source: &str, requests: &[&str], compute: &Value) -> Value 
     })
 }
 
-/// What a claim of this name was given.
+/// What a claim of this name was allocated.
 pub(crate) fn allocation(name: &str, results: &[Value]) -> Allocation {
     let mut allocation = Allocation::from_claim(&claim(results, &[]), &pool(NODE)).expect("good");
     allocation.uid = format!("uid-of-{name}");

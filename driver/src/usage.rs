@@ -1,4 +1,4 @@
-//! Attributes what NVML says of a GPU to claims, pods and containers.
+//! Attributes NVML's values of a GPU to claims, pods and containers.
 //!
 //! ```text
 //!  NVML: memory, utilization, processes ─┐
@@ -7,8 +7,8 @@
 //!  departed: whose processes died and left memory ─┘
 //! ```
 //!
-//! A device's value is never changed, and no part is negative: where the parts are together more than the device, because they were not
-//! read in the same instant, they are made smaller in proportion ([`apportion`]).
+//! A device's value is never changed, and no part is negative. If the parts together exceed the device, because they
+//! were not read at the same instant, they are reduced in proportion ([`apportion`]).
 
 pub mod apportion;
 mod attribute;
@@ -24,7 +24,7 @@ use tranche_api::usage::{ClaimReference, Memory, Peak, Sensors, Utilization, Xid
 
 pub use attribute::attribute;
 
-/// What NVML says of one GPU.
+/// What NVML reports about one GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuReading {
     /// `GPU-…`.
@@ -41,20 +41,20 @@ pub struct GpuReading {
     pub mig_mode: bool,
     /// The GPU as a whole, with the processes that are on none of its partitions.
     pub device: DeviceReading,
-    /// What belongs to nobody.
+    /// Values that belong to nobody.
     pub sensors: Sensors,
-    /// Its errors, if NVML tells them.
+    /// Its errors, if NVML reports them.
     pub xids: Option<Xids>,
     /// Its MIG instances.
     pub partitions: Vec<PartitionReading>,
-    /// Why NVML says nothing of it.
+    /// Why NVML reports nothing about it.
     pub problem: Option<String>,
 }
 
-/// What NVML says of a GPU as a whole, or of a MIG instance.
+/// What NVML reports about a GPU as a whole, or about a MIG instance.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceReading {
-    /// Its memory, if NVML tells it.
+    /// Its memory, if NVML reports it.
     pub memory: Option<Memory>,
     /// How busy it is.
     pub utilization: Utilization,
@@ -73,36 +73,36 @@ pub struct PartitionReading {
     pub gpu_instance: u32,
     /// The id of its compute instance.
     pub compute_instance: u32,
-    /// The instance.
+    /// Its values.
     pub device: DeviceReading,
 }
 
 /// A process on a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessReading {
-    /// Bytes that it holds; 0 if NVML does not tell them.
+    /// Bytes that it holds; 0 if NVML does not report them.
     pub bytes: u64,
-    /// How busy the device was for it, in hundredths of a percent; `None` if NVML does not tell it by process.
+    /// How busy the device was for it, in hundredths of a percent; `None` if NVML does not report it by process.
     pub busy: Option<u32>,
     /// The same for copies of its memory.
     pub copies: Option<u32>,
-    /// Whose it is.
+    /// Its owner.
     pub owner: Owner,
 }
 
-/// Whose a process is, by its cgroup and mounts.
+/// The owner of a process, by its cgroup and mounts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Owner {
-    /// A container's that has devices of claims.
+    /// A container that has devices of claims.
     Claims {
         /// The devices' keys, at least one.
         keys: BTreeSet<String>,
-        /// The UID of its pod, where its cgroup says.
+        /// The UID of its pod, if its cgroup names it.
         pod_uid: Option<String>,
-        /// The container's name, where its mounts say.
+        /// The container's name, if its mounts name it.
         container: Option<String>,
     },
-    /// No claim's on the device.
+    /// No claim on the device.
     Foreign,
     /// It has ended, and the driver is about to free its memory.
     Ended,
@@ -125,13 +125,13 @@ pub struct Held {
     pub share_id: Option<String>,
     /// Its tier.
     pub tier: Tier,
-    /// The MIG device that it is, or is a share of.
+    /// The MIG device of the partition or of the share.
     pub partition: Option<String>,
     /// How much memory it may hold.
     pub limit: Limit,
-    /// Bytes that the shim's account has, contexts included.
+    /// Bytes in the shim's account, contexts included.
     pub account: Option<u64>,
-    /// The most that its processes held until now, where it is known.
+    /// The most that its processes have held, if that is known.
     pub peak: Option<Peak>,
     /// Seconds since a kernel of it was last seen.
     pub idle_seconds: Option<u64>,
@@ -144,19 +144,19 @@ pub struct Held {
 pub enum Limit {
     /// All of it: the claim has the device alone.
     Alone,
-    /// So much, in bytes.
+    /// This much, in bytes.
     Share {
         /// For its programs.
         allocated: u64,
-        /// Beside it, for contexts.
+        /// In addition, for contexts.
         reserved: u64,
     },
-    /// Whatever is free.
+    /// All memory that is free.
     Unlimited,
 }
 
 impl Limit {
-    /// In which part a process that may use several devices of a GPU counts for this one.
+    /// The weight of this device for a process that may use several devices of a GPU.
     #[must_use]
     pub fn weight(self) -> u64 {
         match self {
@@ -178,6 +178,6 @@ pub struct User {
     pub pod_uid: Option<String>,
     /// Its name.
     pub container: Option<String>,
-    /// The kubelet does not know the pod any more.
+    /// The kubelet no longer knows the pod.
     pub is_gone: bool,
 }

@@ -7,16 +7,17 @@
 //!                                                 └──────── read again ◄─────────┘
 //! ```
 //!
-//! [`next`] is asked again after each step, with the functions as they are then. So it does not matter where a crash, a reboot or an
-//! administrator interrupts: what is there decides what comes next.
+//! [`next`] is called again after each step, with the new state of the functions. So a crash, a reboot or an
+//! administrator may interrupt at any step: the state alone decides the next one.
 //!
 //! **The group.** The IOMMU isolates groups and not functions, and VFIO gives a group to a program only if all of its functions are
 //! bound to VFIO, or to no driver, or are bridges. A GPU's own other functions (audio, USB) are bound with it. Where the group has a
 //! function of another device, the GPU is refused: its owner did not give that device away.
 //!
-//! **The way back.** The [`Record`] names the driver of each function before the first is unbound. A function is given back only from
-//! `vfio-pci`, and only where Tranche recorded it: what an administrator has bound to VFIO stays there. A record is of one boot: after
-//! a reboot the kernel has bound every function to its own driver, and the record is dropped.
+//! **The way back.** The [`Record`] names the driver of each function before the first one is unbound. A function is
+//! given back only from `vfio-pci`, and only if Tranche recorded it: what an administrator has bound to VFIO stays
+//! there. A record is valid for one boot: after a reboot the kernel has bound every function to its own driver, and the
+//! record is dropped.
 //!
 //! **Open GPUs.** No function is unbound while a program has the GPU open. NVIDIA's driver would wait in the kernel for the program's
 //! end, and nothing could interrupt it.
@@ -27,7 +28,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use tranche_api::PciAddress;
 
-/// The driver that hands functions to programs.
+/// The driver that gives functions to programs.
 pub const VFIO_DRIVER: &str = "vfio-pci";
 
 /// A PCI function, as sysfs shows it.
@@ -48,13 +49,13 @@ pub struct Function {
 pub struct Actual {
     /// The GPU's function.
     pub gpu: PciAddress,
-    /// The group's number; `None` where the machine has no IOMMU, or it is switched off.
+    /// The group's number; `None` if the machine has no IOMMU, or it is switched off.
     pub group: Option<u32>,
     /// The functions of the group, the GPU's among them.
     pub functions: Vec<Function>,
     /// Whether the driver `vfio-pci` is loaded.
     pub has_vfio: bool,
-    /// Whether the machine has NVSwitches: their Fabric Manager has to know which GPUs belong to a virtual machine.
+    /// Whether the machine has NVSwitches: their Fabric Manager must know which GPUs belong to a virtual machine.
     pub has_nvswitch: bool,
     /// A process that has the GPU open with its own driver, or its VFIO nodes.
     pub user: Option<User>,
@@ -72,7 +73,7 @@ pub struct User {
 }
 
 impl User {
-    /// The name of nvidia-persistenced, as far as the kernel keeps it.
+    /// The name of nvidia-persistenced, cut to the kernel's limit.
     pub const PERSISTENCE_DAEMON: &str = "nvidia-persiste";
 
     /// Whether it keeps the GPU open until an administrator switches persistence mode off.
@@ -107,14 +108,14 @@ pub struct Record {
     pub functions: BTreeMap<String, Former>,
 }
 
-/// How a function was.
+/// The state of a function before.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Former {
-    /// Its driver; absent where it had none.
+    /// Its driver; absent if it had none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver: Option<String>,
-    /// Its driver override; absent where it had none.
+    /// Its driver override; absent if it had none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_override: Option<String>,
 }
@@ -189,7 +190,7 @@ pub enum Obstacle {
     Foreign(PciAddress),
 }
 
-/// What brings a GPU's group nearer to VFIO, or where it is not wanted there, to the drivers that it had before.
+/// The next step that reconciles a GPU's group: to VFIO, or, if it is not wanted there, back to its earlier drivers.
 pub fn next(wanted: bool, record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
     if record.is_some_and(|record| record.boot != actual.boot) {
         return Ok(Next::Write(None));
@@ -204,7 +205,7 @@ pub fn next(wanted: bool, record: Option<&Record>, actual: &Actual) -> Result<Ne
 fn towards(record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
     let members = members(actual)?;
     let Some(record) = record else {
-        // Before anything is recorded, so that a refusal leaves nothing.
+        // Checked before anything is recorded, so that a refusal leaves nothing.
         if let Some(other) = members.iter().find(|it| it.is_vfio()) {
             return Err(Obstacle::Foreign(other.address));
         }
@@ -217,7 +218,7 @@ fn towards(record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
     };
     for function in members {
         if !record.functions.contains_key(&function.address.to_string()) {
-            // It appeared meanwhile.
+            // It has appeared meanwhile.
             let mut record = record.clone();
             let former = function.former();
             record
@@ -226,7 +227,7 @@ fn towards(record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
             return Ok(Next::Write(Some(record)));
         }
         if function.driver_override.as_deref() != Some(VFIO_DRIVER) {
-            // Before it is unbound, so that no other driver takes it then.
+            // Set before it is unbound, so that no other driver takes it then.
             let vfio = Some(VFIO_DRIVER.to_owned());
             return Ok(Next::Change(Change::Override(function.address, vfio)));
         }
@@ -263,7 +264,7 @@ fn back(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
             (None, Some(driver)) => Some(driver.clone()),
             _ => former.driver_override.clone(),
         };
-        // Another override is somebody else's.
+        // Any other override was set by somebody else.
         let ours = [Some(VFIO_DRIVER), former.driver.as_deref()];
         let is_ours = ours.contains(&function.driver_override.as_deref());
         if function.driver_override != wanted && (is_ours || function.driver.is_none()) {
@@ -273,7 +274,7 @@ fn back(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
     Ok(Next::Write(None))
 }
 
-/// What keeps the GPU from virtual machines whatever uses it now, if anything does.
+/// The reason, if there is one, why the GPU cannot be given to a virtual machine, whatever uses it now.
 #[must_use]
 pub fn obstacle(actual: &Actual) -> Option<Obstacle> {
     members(actual).err()
@@ -332,7 +333,7 @@ impl Function {
         self.class >> 8 == 0x0604
     }
 
-    /// Without an override that names VFIO: it would keep the function from its driver.
+    /// Without an override that names VFIO, because it would keep the function from its driver.
     fn former(&self) -> Former {
         let own = |driver: &String| driver != VFIO_DRIVER;
         Former {

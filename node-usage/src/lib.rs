@@ -1,5 +1,5 @@
-//! Reads the nodes' usage from their plugins, for those who show it (`usage-api`) and those who act on it (the controller's idle
-//! claims).
+//! Reads the nodes' usage from their plugins, for `usage-api`, which shows it, and for the controller's idle claims,
+//! which act on it.
 //!
 //! [`plugins`] follows where the plugins are, [`reader`] asks them.
 #![forbid(unsafe_code)]

@@ -16,11 +16,11 @@ const PORT: &str = "metrics";
 /// Pods in one page of a list.
 const PAGE: u32 = 100;
 
-/// A plugin's pod, as far as it matters.
+/// The relevant fields of a plugin's pod.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Plugin {
     node: String,
-    /// Where it serves, or why it does not.
+    /// Its address, or why it does not serve.
     endpoint: Result<SocketAddr, String>,
     is_ending: bool,
 }
@@ -30,7 +30,7 @@ struct Plugin {
 pub struct Plugins(Arc<Mutex<Option<BTreeMap<String, Plugin>>>>);
 
 impl Plugins {
-    /// Follows the pods in `namespace` until the runtime ends. Of each pod only node and address are kept.
+    /// Follows the pods in `namespace` until the runtime ends. It keeps only the node and the address of each pod.
     #[must_use]
     pub fn follow(client: Client, namespace: &str) -> Self {
         let plugins = Self::default();
@@ -79,14 +79,14 @@ impl Plugins {
         )
     }
 
-    /// Where the plugin of a node serves, or why it does not.
+    /// The address of a node's plugin, or why it does not serve.
     pub fn of(&self, node: &str) -> Result<SocketAddr, String> {
         let pods = self.pods();
         let Some(pods) = pods.as_ref() else {
             return Err("the node plugins are not listed yet".to_owned());
         };
         let of_node = pods.values().filter(|plugin| plugin.node == node);
-        // A pod that ends may have its successor beside it already.
+        // Next to a pod that ends, its successor may run already.
         match of_node.min_by_key(|plugin| (plugin.endpoint.is_err(), plugin.is_ending)) {
             Some(plugin) => plugin.endpoint.clone(),
             None => Err(format!("no node plugin runs on the node {node}")),
@@ -136,7 +136,7 @@ fn plugin(pod: &Pod) -> Option<(String, Plugin)> {
         .filter(|port| port.name.as_deref() == Some(PORT))
         .find_map(|port| u16::try_from(port.container_port).ok());
     let phase = status.and_then(|status| status.phase.as_deref());
-    // A pod that has ended keeps its address, which may be another pod's by now.
+    // A pod that has ended keeps its address, which another pod may have now.
     let address = address.filter(|_| !matches!(phase, Some("Failed" | "Succeeded")));
     let endpoint = match (address, port) {
         (Some(address), Some(port)) => Ok(SocketAddr::new(address, port)),

@@ -1,4 +1,4 @@
-//! Asks a node's plugin, within a deadline, and believes only what the plugin says of its own node.
+//! Asks a node's plugin, within a deadline, and accepts only usage of the plugin's own node.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,7 +17,7 @@ use crate::plugins::Plugins;
 
 /// How long a plugin may take.
 pub const DEADLINE: Duration = Duration::from_secs(2);
-/// The most plugins that are asked at the same time; so many answers are in memory at most.
+/// The most plugins that are asked at the same time, and so the most answers in memory.
 pub const AT_ONCE: usize = 64;
 /// The longest answer in bytes: a node of 16 GPUs with 48 shares each has some 700 KB.
 pub const MAX_ANSWER: usize = 1 << 20;
@@ -39,8 +39,9 @@ struct Https {
 impl Scrape for Https {
     fn scrape(&self, plugin: SocketAddr) -> BoxFuture<'_, Result<Bytes, String>> {
         Box::pin(async move {
-            let token = tokio::fs::read_to_string(&self.token).await;
-            let token = token.map_err(|error| format!("{}: {error}", self.token.display()))?;
+            let token = tokio::fs::read_to_string(&self.token)
+                .await
+                .map_err(|error| format!("{}: {error}", self.token.display()))?;
             let answer = self
                 .client
                 .get(plugin, PATH, Some(token.trim()), MAX_ANSWER)
@@ -51,8 +52,14 @@ impl Scrape for Https {
             }
             let text = String::from_utf8_lossy(&body);
             // It is shown in terminals.
-            let line = text.lines().next().unwrap_or_default().chars();
-            let line: String = line.filter(|it| !it.is_control()).take(200).collect();
+            let line: String = text
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .chars()
+                .filter(|it| !it.is_control())
+                .take(200)
+                .collect();
             Err(format!("{status}: {line}"))
         })
     }
@@ -108,7 +115,7 @@ impl Reader {
         self.ask(node, plugin, |_, usage| Ok(usage)).await
     }
 
-    /// What `keep` makes of the answer of `node`, whose plugin is at `plugin`; or why the usage is not known.
+    /// The result of `keep` for the answer of `node`, whose plugin is at `plugin`; or why the usage is not known.
     pub async fn ask<T>(
         &self,
         node: &str,

@@ -5,9 +5,9 @@
 //! `/proc/driver/nvidia/capabilities/gpu<minor>/mig/gi<id>/access` and `…/gi<id>/ci<id>/access`, which exists as long as the
 //! instance (NVIDIA's MIG User Guide, "Device Nodes and Capabilities"). The major number is in `/proc/devices`.
 //!
-//! On the host a node is made by `nvidia-modprobe`, when a program of the host first needs it. So it may be missing there.
-//! [`CapabilityNode::make`] makes it, because a container runtime reads the numbers of the host's node, or, in a container with
-//! a user namespace, binds it (`createDeviceNode` of runc).
+//! On the host `nvidia-modprobe` creates a node when a program of the host first needs it, so it may be missing.
+//! [`CapabilityNode::make`] creates it, because a container runtime reads the numbers of the host's node, or, in a
+//! container with a user namespace, binds it (`createDeviceNode` of runc).
 
 use std::fs;
 use std::io;
@@ -32,13 +32,13 @@ pub struct CapabilityNode {
     pub minor: u32,
     /// The permission bits: who can open it can use the instance.
     pub mode: u32,
-    /// Whether the kernel module lets programs make it and change its mode (`DeviceFileModify`).
+    /// Whether the kernel module allows programs to create it and change its mode (`DeviceFileModify`).
     may_make: bool,
     /// The root that has it, as the host's first process sees it.
     of_init: PathBuf,
 }
 
-/// Why a partition's device nodes are not known or not made.
+/// Why a partition's device nodes are not known or cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum CapabilityError {
     /// The kernel module's file.
@@ -59,7 +59,7 @@ pub enum CapabilityError {
     Field {
         /// As this process sees it.
         path: PathBuf,
-        /// What is missing or is no number.
+        /// The field that is missing or is not a number.
         field: &'static str,
     },
     /// The major number is not known.
@@ -72,7 +72,7 @@ pub enum CapabilityError {
         /// The node, as this process sees it.
         node: PathBuf,
     },
-    /// The node cannot be made.
+    /// The node cannot be created.
     #[error(
         "cannot make the device node {path}: {source}: make it on the node by `nvidia-modprobe -f <capability file>`"
     )]
@@ -119,8 +119,9 @@ pub fn of_partition(
 }
 
 impl CapabilityNode {
-    /// Makes the node below a root, if it is missing there or has other numbers, as `nvidia-modprobe` does. Where this process
-    /// sees the root read-only, by the mounts of the host's first process, which needs the capability `CAP_SYS_PTRACE`.
+    /// Creates the node below a root, if it is missing there or has other numbers, as `nvidia-modprobe` does. If this
+    /// process sees the root read-only, it goes through the mounts of the host's first process, which needs the
+    /// capability `CAP_SYS_PTRACE`.
     pub fn make(&self, root: &Path) -> Result<(), CapabilityError> {
         if !self.may_make {
             return Ok(());
@@ -134,7 +135,7 @@ impl CapabilityNode {
     }
 }
 
-/// What the kernel module says of a capability's node.
+/// What the kernel module reports about a capability's node.
 struct Access {
     minor: u32,
     mode: u32,
@@ -148,8 +149,10 @@ impl Access {
             source,
         })?;
         let number = |field: &'static str| {
-            let values = text.lines().filter_map(|line| line.split_once(':'));
-            let mut values = values.filter(|(name, _)| name.trim() == field);
+            let mut values = text
+                .lines()
+                .filter_map(|line| line.split_once(':'))
+                .filter(|(name, _)| name.trim() == field);
             let value = values
                 .next()
                 .and_then(|(_, value)| value.trim().parse().ok());
@@ -166,12 +169,13 @@ impl Access {
     }
 }
 
-/// The driver's major number, which the kernel chooses when the module is loaded. Where the kernel's list does not have it,
-/// that of the node, if there is one.
+/// The driver's major number, which the kernel chooses when the module is loaded: from the kernel's list, or else from
+/// the node, if there is one.
 fn major_of(proc: &Path, node: &Path) -> Result<u32, CapabilityError> {
     let devices = proc.join("devices");
-    let listed = fs::read_to_string(&devices).ok();
-    let listed = listed.and_then(|text| character_major(&text));
+    let listed = fs::read_to_string(&devices)
+        .ok()
+        .and_then(|text| character_major(&text));
     let made = || {
         let metadata = node.symlink_metadata().ok()?;
         let is_node = metadata.file_type().is_char_device();
@@ -263,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_of_a_root_that_is_not_writable_is_made_by_the_hosts_own_mounts() {
+    fn a_node_of_a_read_only_root_is_made_by_the_hosts_mounts() {
         let (host, init) = (host(), tempfile::tempdir().unwrap());
         let root = host.path().join("run/driver");
         fs::create_dir_all(&root).unwrap();
@@ -302,7 +306,7 @@ mod tests {
         let [node, _] = of(host.path(), 0).unwrap();
         node.make(host.path()).unwrap();
         assert_eq!(there(), (makedev(240, 30), 0o444));
-        // Without the kernel's list, the node says its number; without both it is not known.
+        // Without the kernel's list, the node's number is used; without both it is not known.
         fs::remove_file(host.path().join("proc/devices")).unwrap();
         let error = of(host.path(), 0).unwrap_err().to_string();
         assert!(error.contains("nvidia-cap31"), "{error}");

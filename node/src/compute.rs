@@ -1,4 +1,4 @@
-//! Decides how a GPU's time is granted to its shares: from what the sampler reads, what it writes.
+//! Decides how much of a GPU's time each share gets: from what the sampler reads, it computes what the sampler writes.
 //!
 //! ```text
 //!  account pages: position, spent ─┐
@@ -11,12 +11,11 @@
 //! it uses them all, its part of the rest: cores that belong to no share, and cores that other shares
 //! do not use at present. If it is alone on its GPU, it is not limited.
 //!
-//! **Scale.** The prices of launches are measured by the programs and may all be wrong: a kernel that
-//! runs longer than the GPU's time slice is measured with the neighbours' slices in it, concurrent
-//! kernels are each counted in full, and a tenant may write any number. NVML reports how long the GPU
-//! worked for each process. The ratio of both ([`ratio`]), over the same time ([`evidence`]), is the
-//! scale of the share's prices. On a full GPU a part of what the shares launch waits in their queues;
-//! that is no sign of a wrong price.
+//! **Scale.** The programs measure the prices of launches, and all of them may be wrong: a kernel that runs longer than
+//! the GPU's time slice is measured with the neighbours' slices in it, concurrent kernels are each counted in full, and
+//! a tenant may write any number. NVML reports how long the GPU worked for each process. The ratio of both ([`ratio`]),
+//! over the same time ([`evidence`]), is the scale of the share's prices. On a full GPU some of a share's launches wait
+//! in their queues; that does not mean that a price is wrong.
 //!
 //! If NVML's processes cannot be assigned to shares, all working shares get a common correction, by the
 //! utilization of the whole GPU: downwards and back up, but never above their own measurements, because
@@ -25,9 +24,9 @@
 //! **Debts.** A share that is in debt although it got less than its cores was charged too much, for
 //! example because its first measurements were made under contention. The node cancels such a debt.
 //!
-//! Accounts are not trusted: a share that writes too little gets a higher scale, up to
-//! [`MOST_SCALE`], and is [`Decision::suspect`], as is one that writes more than it was granted. For the
-//! scales of others no share counts with more than it was granted.
+//! Accounts are not trusted: a share that writes too little gets a higher scale, up to [`MOST_SCALE`], and is
+//! [`Decision::suspect`], as is one that writes more than it was granted. When the scales of other shares are computed,
+//! a share counts with at most what it was granted.
 
 pub mod evidence;
 mod ratio;
@@ -57,12 +56,11 @@ pub const MOST_SCALE: u64 = 8 * WHOLE;
 /// The most that a scale changes in a step: a second of odd steps changes it by a third.
 const STEP: f64 = 0.03;
 
-/// A GPU that works for this part of the time has none left: the rest goes to switching between
-/// processes.
+/// A GPU that works for this part of the time is full: it spends the rest on switching between processes.
 const FULL: f64 = 0.9;
 
-/// On a full GPU a smaller difference than this part is no reason to change a scale: what waits in the
-/// queues cannot be told from wrong prices to the percent, and small changes would add up.
+/// On a full GPU a smaller difference than this part does not change a scale: launches that wait in the queues look
+/// like wrong prices of some percent, and small changes would add up.
 const NEAR: f64 = 0.05;
 
 /// Weight of a step in the average of what a share uses.
@@ -72,22 +70,21 @@ const USE_WEIGHT: f64 = 0.2;
 /// NVML has samples, and launches that were charged in advance have run. In nanoseconds.
 const WATCH_NANOS: u64 = 1_000_000_000;
 
-/// A debt is cancelled when the share, while it wanted more, got this much less than its cores: what
-/// its cores are in half a second.
+/// A debt is cancelled when the share wanted more and got this much less than its cores: half a second of its cores.
 const OWED_NANOS: f64 = 0.5e9;
 
-/// The longest debt that is cancelled at a time, in nanoseconds of GPU time, and for how long it is
-/// remembered what a share got, in nanoseconds.
+/// The longest debt that is cancelled at a time, in nanoseconds of GPU time, and for how many nanoseconds a share's
+/// past use counts.
 const DEBT_NANOS: u64 = 60_000_000_000;
 
 /// A share that launched nothing for this long is not working, in nanoseconds.
 const REST_NANOS: u64 = 500_000_000;
 
-/// The number of steps in which a scale is not enough before an account is suspect: ten seconds.
+/// The number of steps with an insufficient scale after which an account is suspect: ten seconds.
 const SUSPECT_STEPS: u32 = 100;
 
-/// The number of steps in which a share works and is not charged, or is charged more than it was granted,
-/// before its account is suspect: a minute, because a long kernel is charged at once, or at its end.
+/// The number of steps in which a share works and is not charged, or is charged more than it was granted, after which
+/// its account is suspect: a minute, because a long kernel is charged at once, or at its end.
 const SUSPECT_CHARGE_STEPS: u32 = 600;
 
 /// The most that corrections may take from an account between two steps, in nanoseconds.
@@ -113,13 +110,13 @@ pub struct Reading {
 pub struct Decision {
     /// What to write to its cap page.
     pub refill: Refill,
-    /// Whether it differs from what is there.
+    /// Whether it differs from the page's content.
     pub is_changed: bool,
-    /// Why its account cannot be right, if it cannot.
+    /// Why its account must be wrong, if it must.
     pub suspect: Option<Suspicion>,
 }
 
-/// Why an account cannot be right.
+/// Why an account must be wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Suspicion {
     /// The sum of what was spent went back.
@@ -156,8 +153,8 @@ struct Share {
     spent: u64,
     /// The time of its last launch.
     launched: u64,
-    /// The part of the last step that it was charged by its account, below 0 for a correction; and an
-    /// average of what it uses, from 0 on.
+    /// The part of the last step that its account charged, negative for a correction; and an average of what it uses,
+    /// at least 0.
     charged: f64,
     uses: f64,
     scale: f64,
@@ -220,7 +217,7 @@ impl<K: Ord + Clone> Controller<K> {
             suspects.push(share.read(now, elapsed, reading));
         }
         self.follow(now, busy, shares, elapsed);
-        // On a saturated GPU a share that gets less than it wants does not show that it wants more.
+        // On a full GPU, a share that gets less than it wants has not shown that it wants more.
         let saturated = busy.is_some_and(|busy| busy >= 0.95);
         let workers: Vec<Option<Worker>> = shares
             .iter()
@@ -253,7 +250,7 @@ impl<K: Ord + Clone> Controller<K> {
         {
             self.whole.add(elapsed, busy, scaled);
         }
-        // Without the GPU's utilization the ratio would be of old scales.
+        // Without the GPU's utilization the ratio would be about old scales.
         let in_common = busy.and_then(|_| self.whole.ratio());
         let mut compared = Vec::new();
         for (key, reading) in shares {
@@ -299,8 +296,8 @@ impl<K: Ord + Clone> Controller<K> {
         }
     }
 
-    /// The part of what its shares launch that a full GPU runs; 1 for a GPU that has time left. The rest
-    /// waits in the queues. No share counts with more than it was granted, whatever its account says.
+    /// The part of its shares' launches that a full GPU runs; 1 for a GPU that has time left. The rest waits in the
+    /// queues. A share counts with at most what it was granted, whatever its account says.
     fn part_that_runs(&self, now: u64, shares: &[(K, Reading)]) -> f64 {
         if self.whole.worked < FULL {
             return 1.0;
@@ -358,7 +355,7 @@ impl Share {
             let step = described.step;
             let worked = described.worked(step.charged * self.scale);
             self.note_worked(reading.cores, step, worked);
-            // An idle step shows nothing.
+            // An idle step proves nothing.
             if worked > 0.0 || step.charged != 0.0 {
                 self.averages.add(step.elapsed(), worked, step.charged);
                 compared += 1;
@@ -375,7 +372,7 @@ impl Share {
         launched.clamp(0.0, granted)
     }
 
-    /// Counts the steps in which its charges cannot be right.
+    /// Counts the steps in which its charges must be wrong.
     fn note_charges(&mut self, now: u64, cores: u8, steps: u32) {
         let Averages { worked, charged } = self.averages;
         let granted = parts(self.refill.rate(cores, now));
@@ -457,7 +454,7 @@ impl Share {
     fn note_worked(&mut self, cores: u8, step: Step, worked: f64) {
         let cores = parts(u64::from(cores) * PERCENT);
         let less = (cores - worked) * as_f64(step.elapsed());
-        // Time that it could have used and did not is not owed to it.
+        // Time that it could have used and did not is lost.
         self.owed = if step.in_debt || less < 0.0 {
             (self.owed + less).clamp(-as_f64(DEBT_NANOS), as_f64(DEBT_NANOS))
         } else {

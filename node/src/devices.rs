@@ -1,11 +1,11 @@
-//! The driver's device nodes, and those of them that this process needs itself.
+//! The driver's device nodes, and those of them that this process itself needs.
 //!
 //! They are in the host's `/dev`, or below the driver root if that has its own (a driver container).
 //! Containers get them by their paths on the host.
 //!
 //! NVML opens `/dev/nvidiactl` and `/dev/nvidia<N>` of the process that loads it, wherever its library is. A
-//! container's `/dev` is a file system of its own that is filled when the container starts, without the nodes of a
-//! driver that is loaded later. So [`DeviceNodes::provide`] makes them there.
+//! container's `/dev` is a file system of its own. It is filled when the container starts, so it lacks the nodes of a
+//! driver that is loaded later. [`DeviceNodes::provide`] creates them there.
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -41,7 +41,7 @@ pub enum DeviceError {
         /// The root that was searched, as the host sees it.
         root: PathBuf,
     },
-    /// A node cannot be made for this process.
+    /// A node cannot be created for this process.
     #[error(
         "cannot make the device node {path}, by which NVML reaches the driver: {source}: run the node plugin \
          privileged, with a writable /dev"
@@ -122,7 +122,7 @@ impl DeviceNodes {
         Ok(nodes)
     }
 
-    /// Makes every node that is missing in `dev`, this process's own `/dev`, or has another number there (that of
+    /// Creates every node that is missing in `dev`, this process's own `/dev`, or has another number there (that of
     /// nvidia-uvm changes each time it is loaded).
     pub fn provide(&self, dev: &Path) -> Result<(), DeviceError> {
         for (path, number) in self.all()? {
@@ -141,7 +141,7 @@ fn is_device(root: &DriverRoot, path: &str) -> Result<bool, RootError> {
     Ok(matches!(found, Some((_, Kind::CharDevice))))
 }
 
-/// Makes a character device, or replaces what is at its path and is not that device.
+/// Creates a character device, and replaces anything else at its path.
 pub(crate) fn make(path: &Path, number: u64, mode: u32) -> io::Result<()> {
     match path.symlink_metadata() {
         Ok(there) if there.file_type().is_char_device() && there.rdev() == number => return Ok(()),

@@ -98,8 +98,7 @@ pub fn discover(root: &DriverRoot, version: &str) -> Result<Found, DiscoverError
     Ok(found)
 }
 
-/// A program's path in a container: the same, or in `/usr/bin` if the folder is not in the usual
-/// `PATH`.
+/// A program's path in a container: the same path, or one in `/usr/bin` if the folder is not in the usual `PATH`.
 fn program_in_container(folder: &str, program: &str) -> PathBuf {
     let in_path = matches!(
         folder,

@@ -28,9 +28,10 @@ pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
     inventory
 }
 
-/// Adds the GPUs that are at VFIO and that NVML does not describe, as they were described before. Their devices stay published:
-/// their claims take all of their counters. NVML numbers the GPUs that it has; in the inventory all keep the numbers that they have
-/// together, or a policy that names GPUs by them would hold for others.
+/// Adds the GPUs that are at VFIO and that NVML does not describe, as they were described before. Their devices stay
+/// published, because their claims take all of their counters. NVML numbers only the GPUs that it has. In the inventory
+/// all GPUs keep the numbers that they have together; otherwise a policy that names GPUs by number would apply to other
+/// GPUs.
 pub fn add_at_vfio<'a>(inventory: &mut Inventory, at: impl IntoIterator<Item = &'a AtVfio>) {
     let is_described = |at: &&AtVfio| inventory.gpus.iter().any(|gpu| gpu.uuid == at.gpu.uuid);
     let mut missing: Vec<&AtVfio> = at.into_iter().filter(|at| !is_described(at)).collect();
@@ -51,7 +52,7 @@ pub fn add_at_vfio<'a>(inventory: &mut Inventory, at: impl IntoIterator<Item = &
     put_in_order(&mut inventory.mig_geometries);
 }
 
-/// The profiles of the GPUs; those of GPUs that are alike once.
+/// The profiles of the GPUs; equal GPUs are listed together.
 fn geometries(gpus: &[GpuDescription]) -> Vec<MigGeometry> {
     let mut geometries = Vec::new();
     for gpu in gpus {
@@ -112,8 +113,8 @@ fn describe(gpu: &GpuDescription, sysfs: &Path) -> Gpu {
     }
 }
 
-/// The root complex: the first component below `/sys/devices` on the way to the device, spelled
-/// `pciDDDD:BB` as `k8s.io/dynamic-resource-allocation/deviceattribute` spells it.
+/// The root complex: the first component below `/sys/devices` on the path to the device, in the form `pciDDDD:BB` that
+/// `k8s.io/dynamic-resource-allocation/deviceattribute` uses.
 fn pcie_root(folder: &Path) -> Option<String> {
     let real = std::fs::canonicalize(folder).ok()?;
     real.iter()
@@ -157,7 +158,7 @@ pub mod testing {
         h100(2)
     }
 
-    /// So many H100, the last one first; at most ten.
+    /// This many H100, the last one first; at most ten.
     #[must_use]
     pub fn h100(count: u32) -> Description {
         let gpu = |minor: u32| GpuDescription {
@@ -231,15 +232,19 @@ mod tests {
             let is_away = |index: u32| away >> index & 1 == 1;
             let mut left = whole.clone();
             left.gpus.retain(|gpu| !is_away(gpu.index));
-            // NVML numbers those that it has.
+            // NVML numbers the GPUs that it has.
             left.gpus.sort_by_key(|gpu| gpu.index);
             let numbered = (0..).zip(&mut left.gpus);
             numbered.for_each(|(index, gpu)| gpu.index = index);
             let mut seen = inventory(&left, Path::new("/nowhere"));
             // The last first, and where that one is back, its record is still there.
-            let records = all.gpus.iter().rev();
-            let records = records.filter(|gpu| gpu.index.is_some_and(|it| it == 3 || is_away(it)));
-            let records: Vec<AtVfio> = records.map(at_vfio).collect();
+            let records: Vec<AtVfio> = all
+                .gpus
+                .iter()
+                .rev()
+                .filter(|gpu| gpu.index.is_some_and(|it| it == 3 || is_away(it)))
+                .map(at_vfio)
+                .collect();
             add_at_vfio(&mut seen, &records);
             assert_eq!(seen, all, "{away:04b}");
         }

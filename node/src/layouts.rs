@@ -1,8 +1,8 @@
 //! Where NVIDIA's driver is on known systems: the data of the search, in the order of the search.
 //!
-//! A driver root is a folder of the host that holds the driver's files; for a driver from packages it is `/`. In it
+//! A driver root is a folder of the host with the driver's files; for a driver from packages it is `/`. In it,
 //! libraries and programs are in one of a few folders. Any root may have any of these folders, so a layout is a root
-//! with the folders that exist in it:
+//! and those of the folders that exist in it:
 //!
 //! | system | root | libraries | programs | device nodes |
 //! |---|---|---|---|---|
@@ -20,8 +20,8 @@
 //! `kmod-6.12-nvidia-r580.spec` of bottlerocket-kernel-kit and the CDI specs in bottlerocket-core-kit's pull request
 //! 879 (Bottlerocket).
 
-/// The driver roots that are searched where none is given, in this order: as the GPU operator's validator does, a
-/// driver of the host comes before one from a container.
+/// The driver roots that are searched if none is given, in this order. Like in the GPU operator's validator, a driver
+/// of the host comes before one from a container.
 pub const ROOTS: [&str; 5] = [
     "/",
     "/run/nvidia/driver",
@@ -46,7 +46,7 @@ pub const LIBRARY_FOLDERS: [&str; 17] = [
     "/x86_64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",
     "/aarch64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",
     "/usr/lib/nvidia/tesla",
-    // Of 64 bits on Arch, and in roots such as /usr/local/nvidia; of 32 bits on others, which are left out.
+    // 64-bit libraries on Arch, and in roots such as /usr/local/nvidia; 32-bit libraries elsewhere, which are left out.
     "/usr/lib",
     "/lib",
     "/usr/local/lib",

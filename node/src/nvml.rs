@@ -86,7 +86,7 @@ pub struct GpuDescription {
     pub mig_profiles: Vec<MigProfile>,
     /// The GPU instances that exist.
     pub mig_instances: Vec<MigInstance>,
-    /// nvmlDeviceGetVirtualizationMode; absent where the GPU has to do with no vGPU.
+    /// nvmlDeviceGetVirtualizationMode; absent if the GPU is not used for vGPUs.
     pub vgpu_role: Option<VgpuRole>,
 }
 
@@ -115,14 +115,14 @@ pub struct ProcessSample {
 /// A process that uses a GPU's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessMemory {
-    /// The PID in this process's PID namespace. NVML leaves out processes that are not in it
-    /// (`_gpuConvertPid` of NVIDIA's open kernel modules), so only the host's PID namespace has all.
+    /// The PID in this process's PID namespace. NVML leaves out processes that are not in it (`_gpuConvertPid` of
+    /// NVIDIA's open kernel modules), so only a process in the host's PID namespace sees all.
     pub pid: u32,
     /// Bytes, its contexts included; `None` if the driver does not report it (vGPU, MIG).
     pub bytes: Option<u64>,
 }
 
-/// Who uses a GPU, and what it senses. What the model or the driver does not report is absent.
+/// Who uses a GPU, and its sensors. Values that the model or the driver does not report are absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GpuUse {
     /// Whether it is in MIG mode.
@@ -131,7 +131,7 @@ pub struct GpuUse {
     pub memory: Option<Memory>,
     /// nvmlDeviceGetUtilizationRates, of the last sampling period; GPM's metrics since the last call.
     pub utilization: Utilization,
-    /// What belongs to nobody. Rates are since the last call.
+    /// Values that belong to nobody. Rates are since the last call.
     pub sensors: Sensors,
     /// The processes that use its memory, those on partitions included.
     pub processes: Vec<ProcessMemory>,
@@ -216,7 +216,7 @@ pub enum NvmlError {
     },
 }
 
-/// Why a GPU was not changed. It is as before.
+/// Why a GPU was not changed. Its state is as before.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
     /// `NVML_ERROR_IN_USE`: a process or another client of the driver (a monitor, say) uses the GPU or the instance. The
@@ -228,8 +228,8 @@ pub enum ChangeError {
         /// The object of the call.
         object: String,
     },
-    /// `NVML_ERROR_INSUFFICIENT_RESOURCES`: slices or engines that the instance takes are not free. Also where an equal
-    /// instance is there already.
+    /// `NVML_ERROR_INSUFFICIENT_RESOURCES`: slices or engines that the instance takes are not free. Also returned if an
+    /// equal instance exists already.
     #[error("{call}({object}): the GPU has not enough free slices or engines")]
     InsufficientResources {
         /// The NVML function.
@@ -237,7 +237,7 @@ pub enum ChangeError {
         /// The object of the call.
         object: String,
     },
-    /// `NVML_ERROR_RESET_REQUIRED`: MIG mode changes only with a reset of the GPU, which the driver cannot do.
+    /// `NVML_ERROR_RESET_REQUIRED`: MIG mode changes only with a reset of the GPU, which the driver cannot do here.
     #[error(
         "{call}({object}): MIG mode changes only with a reset of the GPU, which the driver cannot do here"
     )]
@@ -280,27 +280,27 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     fn processes(&self, gpu_uuid: &str) -> Result<Vec<ProcessMemory>, NvmlError>;
 
     /// nvmlDeviceGetMemoryInfo_v2 `used`: allocated bytes, without the driver's reserve. `None` in MIG mode: each GPU
-    /// instance takes memory for itself, so the sum cannot be compared with that of the processes.
+    /// instance takes memory for itself, so the sum does not match that of the processes.
     fn used_memory(&self, gpu_uuid: &str) -> Result<Option<u64>, NvmlError>;
 
     /// nvmlDeviceGetUtilizationRates: percent of the last sampling period in which a kernel ran, and in which the memory was read
     /// or written.
     fn utilization_rates(&self, gpu_uuid: &str) -> Result<[u32; 2], NvmlError>;
 
-    /// The Xids of these GPUs since the last call, with the GPUs' UUIDs (nvmlEventSetWait_v2). Those from before its first call for a GPU
-    /// are not known.
+    /// The Xids of these GPUs since the last call, with the GPUs' UUIDs (nvmlEventSetWait_v2). Xids from before the
+    /// first call for a GPU are not known.
     fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError>;
 
-    /// Who uses the GPU, and what it senses.
+    /// Who uses the GPU, and its sensors.
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError>;
 
-    /// The GPU's MIG mode and instances, as they are now. Without any on a GPU that has no MIG mode.
+    /// The GPU's MIG mode and instances, as they are now. A GPU without MIG has no instances.
     fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError>;
 
-    /// Changes MIG mode or an instance, by one call of NVML, which can take seconds. To remove what is not there is no
-    /// error.
+    /// Changes MIG mode or an instance, by one call of NVML, which can take seconds. Removing an instance that does not
+    /// exist is not an error.
     ///
-    /// To switch MIG mode can unbind and reset the GPU: its minor number and its index may change (nvml.h). If the mode
+    /// Switching MIG mode can unbind and reset the GPU: its minor number and its index may change (nvml.h). If the mode
     /// cannot change at once, it does not change at a later reset either.
     fn change_mig(&self, gpu_uuid: &str, change: &Change) -> Result<(), ChangeError>;
 
@@ -322,8 +322,8 @@ pub trait Driver: Send + Sync + std::fmt::Debug {
     /// Finds and starts NVML. The kernel driver cannot be unloaded until the result is dropped.
     fn open(&self) -> Result<Opened, NvmlError>;
 
-    /// What is visible of the driver without opening it. The value changes when the driver is
-    /// installed, removed or replaced.
+    /// What is visible of the driver without opening it. The value changes when the driver is installed, removed or
+    /// replaced.
     fn traces(&self) -> Traces;
 }
 
@@ -336,10 +336,10 @@ pub struct Opened {
     pub root: DriverRoot,
     /// The driver's device nodes.
     pub nodes: DeviceNodes,
-    /// Where a [`Gate`] has to know that it is open.
+    /// Tells a [`Gate`], if there is one, that NVML is open.
     pub pass: Option<Pass>,
 }
 
-/// The driver's visible files, and what identifies each.
+/// The driver's visible files, and the identity of each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traces(pub Vec<(PathBuf, String)>);

@@ -1,10 +1,9 @@
-//! The pages of a share: the cap page that the node writes, and the account page, of which the node
-//! reads copies and never a mapping.
+//! The pages of a share: the cap page, which the node writes, and the account page, which the node only reads by copies
+//! and never maps.
 //!
-//! The tenant can write the account. It may write any content, truncate the file or make it huge:
-//! then a read returns an error, while an access to a mapping would end the process (SIGBUS). It may
-//! hold a lease on either page: then an open fails at once, and succeeds later, when the lease is
-//! broken.
+//! The tenant can write the account. It may write any content, truncate the file or make it huge: then a read returns
+//! an error, while an access to a mapping would end the process (SIGBUS). It may hold a lease on either page: then an
+//! open fails at once, and succeeds later, when the lease is broken.
 
 use std::ffi::CString;
 use std::io;
@@ -20,7 +19,7 @@ use tranche_shim_core::{
 };
 use tranche_shim_runtime::sys::{Errno, File};
 
-/// A plan says by one number of which version both pages are.
+/// A plan has one version number for both pages.
 const _: () = assert!(cap::ABI == PAGES && layout::ABI == PAGES);
 
 /// The cap page of the device `key` of the claim `uid`.
@@ -109,8 +108,8 @@ pub enum ReadError {
     },
 }
 
-/// Truncates an account page that its tenant made longer to its proper length, without an effect on
-/// mappings of the page. Returns the old length if it was too long.
+/// Truncates an account page that its tenant made longer to its proper length, without an effect on mappings of the
+/// page. Returns the old length if it was too long.
 ///
 /// The file is on a tmpfs: a longer file uses the node's memory.
 pub fn truncate_page(path: &Path) -> Result<Option<u64>, ReadError> {
@@ -168,9 +167,8 @@ impl AccountFile {
         Ok(layout::compute_words(&self.header()?))
     }
 
-    /// The number of slots that are marked as taken and that no process holds: their owners are dead,
-    /// and so are all processes that had their files. The tenant can forge such marks; reclaiming such
-    /// a slot harms nobody else.
+    /// The number of slots that are marked as taken and that no process holds: their owners are dead, and so are all
+    /// processes that had their files. The tenant can forge such marks; reclaiming such a slot harms nobody else.
     pub fn dead_slots(&self) -> Result<usize, ReadError> {
         self.count_slots(|held| !held)
     }

@@ -1,4 +1,4 @@
-//! The host's processes, as `/proc` shows them. There are three questions, and what answers one would be wrong for the others:
+//! The host's processes, as `/proc` shows them. There are three questions, and each needs its own source:
 //!
 //! | question | answered by | |
 //! |---|---|---|

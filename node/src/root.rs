@@ -158,7 +158,7 @@ impl DriverRoot {
             Ok(target) => Ok(Some(PathBuf::from(std::ffi::OsStr::new(
                 &*target.to_string_lossy(),
             )))),
-            // The descriptor is not of a link.
+            // The descriptor does not refer to a link.
             Err(rustix::io::Errno::NOENT | rustix::io::Errno::INVAL) => Ok(None),
             Err(e) => Err(self.inside(path, e)),
         }

@@ -1,5 +1,5 @@
-//! The sampler: once a period it reads the shares' accounts and the GPUs' utilization, and writes
-//! what each share is granted into its cap page.
+//! The sampler: once a period it reads the shares' accounts and the GPUs' utilization, and writes what each share is
+//! granted into its cap page.
 //!
 //! ```text
 //!  account (pread) ─────────────┐
@@ -28,7 +28,7 @@ use crate::page::{AccountFile, ReadError, open_page};
 use crate::processes::accounts::{FileId, Processes};
 use crate::utilization::{Answer, ByProcess, Utilization};
 
-/// Why a share's time is not sampled. It keeps its cores.
+/// Why a share's time is not sampled. Its cores stay as they are.
 #[derive(Debug, thiserror::Error)]
 pub enum SampleError {
     /// The account.
@@ -82,12 +82,12 @@ pub struct Sampler {
 #[derive(Debug, Default)]
 struct Gpu {
     controller: Controller<PathBuf>,
-    /// When an answer of NVML last had a share's process.
+    /// When an answer of NVML last contained a process of a share.
     matched: Option<u64>,
 }
 
-/// How long it is assumed that NVML's processes can be assigned to shares after one was, in
-/// nanoseconds: answers are up to a second apart, and a share is idle at times.
+/// For how many nanoseconds after such an answer it is assumed that NVML's processes can be assigned to shares: answers
+/// are up to a second apart, and a share is idle at times.
 const MATCHED_NANOS: u64 = 3_000_000_000;
 
 /// The interval between checks that a share's open files are still those at its path, in
@@ -228,11 +228,13 @@ impl Sampler {
             else {
                 continue;
             };
-            let outcome = share.write(cap, &decision).map(|()| decision);
-            let outcome = outcome.map_err(|source| SampleError::File {
-                path: folder.join(paths::CAP),
-                source,
-            });
+            let outcome = share
+                .write(cap, &decision)
+                .map(|()| decision)
+                .map_err(|source| SampleError::File {
+                    path: folder.join(paths::CAP),
+                    source,
+                });
             sampled.push(Sampled {
                 share: folder,
                 outcome,
@@ -242,11 +244,10 @@ impl Sampler {
     }
 }
 
-/// Assigns an answer to shares, by the shares' accounts. A process that is visible and has no share's
-/// account belongs to no share, and shares are not charged for it.
+/// Assigns an answer to shares, by the shares' accounts. A process that is visible and has no share's account belongs
+/// to no share, and no share is charged for it.
 ///
-/// A process may use several shares of a GPU: its utilization is divided in proportion to what they were
-/// charged.
+/// A process may use several shares of a GPU: its utilization is divided in proportion to their charges.
 fn assign<'a>(
     processes: &mut Processes,
     now: u64,

@@ -1,9 +1,9 @@
 //! Reclaims what dead processes held of their shares, and truncates pages that a tenant made
 //! longer.
 //!
-//! A process owns its slot in the account as long as the kernel holds its lock; when it is dead,
-//! anyone may reclaim the slot's charge. The programs of a share do so when they join, ask how much
-//! is free, or would be refused; the node does it in all other cases, within a second.
+//! A process owns its slot in the account while the kernel holds its lock; when it is dead, anyone may reclaim the
+//! slot's charge. The programs of a share do so when they join, ask how much is free, or would be refused; otherwise
+//! the node does it within a second.
 //!
 //! ```text
 //!  every second, per share: copy of the header ─► marked slots ─► a lock on each?
@@ -11,10 +11,10 @@
 //!                                                    one is not: a process of its own maps the page and reclaims
 //! ```
 //!
-//! Reclaiming needs atomic operations on a mapping of the page, and a tenant can end a process that
-//! maps the page by truncating the file (SIGBUS). So a child process does it, one for each share:
-//! this program, started again to run [`reclaim`]. A check costs a read and a lock query per process;
-//! a child is started only if a process died, or if a tenant forged that.
+//! Reclaiming needs atomic operations on a mapping of the page, and a tenant can end a process that maps the page by
+//! truncating the file (SIGBUS). So a child process does it, one for each share: this program, started again to run
+//! [`reclaim`]. A check costs a read and a lock query per process; a child is started only if a process died, or if a
+//! tenant forged that.
 
 use std::ffi::OsString;
 use std::io;
@@ -75,8 +75,8 @@ impl Sweeper {
         }
     }
 
-    /// Checks one account, truncates it to its proper length and reclaims what dead processes hold.
-    /// Blocks while a child runs, if there is one.
+    /// Checks one account, truncates it to its proper length and reclaims what dead processes hold. Blocks while a
+    /// child runs.
     pub fn sweep(&self, account: &Path) -> Result<Swept, SweepError> {
         let cut = truncate_page(account)?;
         let dead = AccountFile::open(account)?.dead_slots()?;
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(account.dead_slots().unwrap(), 1);
         assert_eq!(reclaim(&path).unwrap(), 1);
         assert_eq!(account.dead_slots().unwrap(), 0);
-        // Also what it left between its two steps.
+        // Also the charge that it left between its two steps.
         assert_eq!(account.copy().unwrap().snapshot().used(), 0);
     }
 

@@ -33,7 +33,7 @@ pub enum UntestedError {
         /// Why not.
         source: object::Error,
     },
-    /// The rows were not read. The build of the shim's libraries reads them too.
+    /// The rows could not be read. The build of the shim's libraries reads them, too.
     #[error(transparent)]
     Coverage(#[from] CoverageError),
 }

@@ -1,7 +1,7 @@
-//! Reads who uses the GPUs: utilization once a second, the rest when somebody wants to know it.
+//! Reads who uses the GPUs: utilization once a second, everything else on request.
 //!
-//! NVML's utilization is of its last sampling period, a sixth of a second to a second. A [`Window`] averages ten seconds of it, of the GPU
-//! and of each process alike, so that the parts can be compared with the whole.
+//! NVML reports the utilization of its last sampling period, a sixth of a second to a second. A [`Window`] averages ten
+//! seconds of it, for the GPU and for each process alike, so that the parts can be compared with the whole.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Instant;
@@ -21,21 +21,21 @@ const WINDOW_NANOS: u64 = 10_000_000_000;
 pub struct Reader {
     nvml: NvmlUtilization,
     windows: BTreeMap<String, Window>,
-    /// The errors of each GPU that was sampled while NVML told them.
+    /// The errors of each GPU that was sampled while NVML reported them.
     xids: BTreeMap<String, Xids>,
 }
 
-/// What ran on a GPU lately.
+/// The recent work of a GPU.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Busy {
-    /// Whether anything did.
+    /// Whether it worked.
     pub is_busy: bool,
-    /// The processes that did, where NVML tells it by process.
+    /// The processes for which it worked, if NVML reports them.
     pub pids: Option<BTreeSet<u32>>,
 }
 
 impl Reader {
-    /// With the NVML of `driver`, which is opened when it is needed.
+    /// For the NVML of `driver`, which is opened when it is needed.
     #[must_use]
     pub fn new(driver: Box<dyn Driver>) -> Self {
         Self {
@@ -45,14 +45,16 @@ impl Reader {
         }
     }
 
-    /// Samples the utilization of some GPUs at `now`, in nanoseconds of any monotonic clock, and forgets all others. Returns what ran since
-    /// the last time. `unix` is the Unix time in seconds, for errors.
+    /// Samples the utilization of some GPUs at `now`, in nanoseconds of any monotonic clock, and forgets all others.
+    /// Returns their work since the last call. `unix` is the Unix time in seconds, for errors.
     pub fn sample(&mut self, now: u64, unix: u64, gpus: &[&str]) -> BTreeMap<String, Busy> {
         self.windows.retain(|uuid, _| gpus.contains(&uuid.as_str()));
         let mut busy = BTreeMap::new();
         for uuid in gpus {
-            let rates = self.nvml.open();
-            let rates = rates.and_then(|nvml| nvml.utilization_rates(uuid));
+            let rates = self
+                .nvml
+                .open()
+                .and_then(|nvml| nvml.utilization_rates(uuid));
             let by_process = self.nvml.by_process(uuid);
             let window = self.windows.entry((*uuid).to_owned()).or_default();
             let ran = window.add(now, rates.ok(), by_process);
@@ -74,7 +76,8 @@ impl Reader {
         }
     }
 
-    /// Reads a GPU at `now`. `owners` says whose its processes are; on a GPU that no claim holds all are foreign.
+    /// Reads a GPU at `now`. `owners` has the owners of its processes; on a GPU that no claim holds all processes are
+    /// foreign.
     pub fn read(
         &mut self,
         now: u64,
@@ -137,8 +140,12 @@ fn describe(reading: &mut GpuReading, usage: GpuUse, mean: &Mean, owner: impl Fn
         copies: part(mean.copies.as_ref(), process.pid),
         owner: owner(process.pid),
     };
-    let on_partitions = usage.partitions.iter().flat_map(|it| &it.processes);
-    let on_partitions: BTreeSet<u32> = on_partitions.map(|process| process.pid).collect();
+    let on_partitions: BTreeSet<u32> = usage
+        .partitions
+        .iter()
+        .flat_map(|it| &it.processes)
+        .map(|process| process.pid)
+        .collect();
     let mut utilization = usage.utilization;
     for (measure, value) in [Measure::Gpu, Measure::MemoryCopy]
         .into_iter()
@@ -181,7 +188,7 @@ struct Window {
     polls: VecDeque<(u64, [u32; 2])>,
     /// The answers by process, with the time at which they were read.
     answers: VecDeque<(u64, Answer)>,
-    /// Whether NVML tells the utilization by process.
+    /// Whether NVML reports the utilization by process.
     is_by_process: bool,
 }
 
@@ -190,7 +197,7 @@ struct Window {
 struct Mean {
     /// Of the GPU and of its memory.
     whole: [Option<u32>; 2],
-    /// By process; `None` where NVML does not tell it.
+    /// By process; `None` if NVML does not report it.
     busy: Option<BTreeMap<u32, f64>>,
     copies: Option<BTreeMap<u32, f64>>,
 }
@@ -233,7 +240,7 @@ impl Window {
             let mean = sum * (WHOLE as usize / 100) / count;
             (!self.polls.is_empty()).then(|| u32::try_from(mean).unwrap_or(WHOLE).min(WHOLE))
         };
-        // What lies between two answers was idle.
+        // Between two answers it was idle.
         let length = self.since.map_or(0, |since| now.saturating_sub(since));
         let length = seconds(length.clamp(1_000_000_000, WINDOW_NANOS));
         let by_process = |of: fn(&Answer) -> &Vec<(u32, f64)>| {
@@ -287,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_averages_ten_seconds_of_the_gpu_and_of_its_processes() {
+    fn a_window_averages_ten_seconds_of_a_gpu_and_its_processes() {
         let mut window = Window::default();
         for second in 1..=30 {
             // Every other second two processes work, one of them a quarter of it.
@@ -338,7 +345,7 @@ mod tests {
         assert_eq!(reading.problem, None);
         assert_eq!(reading.device.memory.unwrap().used, 2 << 30);
         let found = reading.device.processes.iter().map(|it| it.owner.clone());
-        // Nobody has said yet whose the second one is.
+        // The owner of the second one is not known yet.
         assert_eq!(found.collect::<Vec<_>>(), [of_a_claim, Owner::Ended]);
         let reading = reader.read(0, &known[0], &BTreeMap::new(), false);
         assert!(
@@ -348,7 +355,7 @@ mod tests {
                 .iter()
                 .all(|it| it.owner == Owner::Foreign)
         );
-        // An error from before anybody looked is not known.
+        // An error from before the first reading is not known.
         assert_eq!(reading.xids, None);
         let gone = Gpu {
             uuid: "GPU-gone".into(),
@@ -358,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_are_counted_by_their_number_also_of_a_gpu_that_is_lost_by_them() {
+    fn errors_are_counted_by_number_also_for_a_lost_gpu() {
         let root = tempfile::tempdir().unwrap();
         let gpus = MigGpus::two_h100(root.path());
         let known = inventory(&gpus.describe().unwrap(), root.path()).gpus;
@@ -389,7 +396,7 @@ mod tests {
             (of_second.last, of_second.times),
             (Some(79), [(79, 1_001)].into())
         );
-        // It does not answer any more.
+        // The driver no longer answers.
         let lost = Gpu {
             uuid: "GPU-lost".into(),
             ..known[0].clone()

@@ -22,7 +22,7 @@ pub trait Utilization {
 /// How busy a GPU is by process.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ByProcess {
-    /// Not known: without NVML, and where NVML does not report it (MIG, vGPU).
+    /// Not known: no NVML, or NVML does not report it (MIG, vGPU).
     Unknown,
     /// The driver has not sampled since the last answer.
     NothingNew,
@@ -95,8 +95,8 @@ impl Moment {
 }
 
 impl Last {
-    /// The time after which samples are new; 0 for all of them. A clock that was set back makes all
-    /// later samples older than the last answer.
+    /// The time after which samples are new; 0 for all of them. After a clock was set back, all later samples are older
+    /// than the last answer.
     fn since(&mut self, now: Moment) -> u64 {
         if now.micros < self.read {
             self.stamp = 0;
@@ -105,8 +105,8 @@ impl Last {
         self.stamp
     }
 
-    /// The answer with these samples. NVML has one of each process that worked since the last answer, with
-    /// the part of all that time (`nvmlDeviceGetProcessUtilization` in nvml.h).
+    /// The answer with these samples. NVML has one sample for each process that worked since the last answer, with its
+    /// part of all that time (`nvmlDeviceGetProcessUtilization` in nvml.h).
     fn note(&mut self, now: Moment, samples: &[ProcessSample]) -> ByProcess {
         let before = self.stamp;
         let Some(newest) = samples.iter().map(|sample| sample.at).max() else {
@@ -117,7 +117,7 @@ impl Last {
         }
         self.stamp = newest;
         if before == 0 {
-            // Of all that the driver remembers.
+            // A part of everything that the driver remembers.
             return ByProcess::NothingNew;
         }
         let length = match newest - before {
@@ -142,7 +142,7 @@ impl Last {
 }
 
 impl NvmlUtilization {
-    /// With the NVML of `driver`, which is opened at the first call.
+    /// For the NVML of `driver`, which is opened at the first call.
     #[must_use]
     pub fn new(driver: Box<dyn Driver>) -> Self {
         Self {
@@ -151,7 +151,7 @@ impl NvmlUtilization {
         }
     }
 
-    /// With an open NVML.
+    /// For an NVML that is open.
     #[must_use]
     pub fn of(nvml: Box<dyn Nvml>) -> Self {
         Self {
@@ -170,7 +170,7 @@ impl NvmlUtilization {
         self.nvml.close_failed(now);
     }
 
-    /// How much memory each process holds on a GPU; `None` where nobody knows.
+    /// How much memory each process holds on a GPU; `None` if that is not known.
     pub fn process_memory(&mut self, gpu_uuid: &str) -> Option<Vec<ProcessMemory>> {
         self.open().ok()?.processes(gpu_uuid).ok()
     }
@@ -360,7 +360,7 @@ mod tests {
 
     const START: u64 = 1_700_000_000_000_000;
 
-    /// So many milliseconds after the start.
+    /// This many milliseconds after the start.
     fn moment(millis: u64) -> Moment {
         Moment {
             micros: START + millis * 1000,
@@ -394,14 +394,14 @@ mod tests {
     #[test]
     fn an_answer_describes_the_time_since_the_one_before() {
         let mut last = Last::default();
-        // The first one is of all that the driver remembers.
+        // The first answer covers everything that the driver remembers.
         assert_eq!(noted(&mut last, 1000, &[(1, 1000, 30)]), None);
         assert_eq!(
             noted(&mut last, 1250, &[(2, 1167, 60), (1, 1167, 5)]),
             Some((1000, 1167, vec![(2, 0.6), (1, 0.05)]))
         );
         assert_eq!(noted(&mut last, 1300, &[]), None);
-        // A process that is not named did nothing, and the next sample of it is of the time since then.
+        // A process that is not named did nothing; its next sample covers the time since then.
         assert_eq!(
             noted(&mut last, 1350, &[(1, 1334, 100)]),
             Some((1167, 1334, vec![(1, 1.0)]))
@@ -437,7 +437,7 @@ mod tests {
         assert_eq!(last.since(moment(5200)), 0);
         assert_eq!(noted(&mut last, 5300, &[(1, 5300, 30)]), None);
         assert!(noted(&mut last, 5500, &[(1, 5467, 30)]).is_some());
-        // A driver whose clock begins at its start: the newest sample is of now.
+        // A driver whose clock begins at its start: the newest sample was taken now.
         let mut last = Last::default();
         for (at, is_first) in [(4_711_000, true), (4_878_000, false)] {
             let sample = ProcessSample {

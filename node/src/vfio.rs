@@ -1,4 +1,4 @@
-//! A GPU's IOMMU group in the kernel's `sys` tree: read for [`tranche_driver::vfio`], and changed as it says.
+//! A GPU's IOMMU group in the kernel's `sys` tree: read for [`tranche_driver::vfio`], and changed by its decisions.
 //!
 //! After each write the tree is read until it shows the effect. `drivers_probe` does not report whether a driver took the
 //! function, and a driver's `unbind` file may be a queue.
@@ -36,7 +36,7 @@ pub enum VfioError {
         /// Why.
         source: io::Error,
     },
-    /// What the kernel shows has another form.
+    /// A file of the kernel has another form than expected.
     #[error("{path} has {text:?}, which is not {expected}")]
     Strange {
         /// The file.
@@ -46,7 +46,7 @@ pub enum VfioError {
         /// What it should have.
         expected: &'static str,
     },
-    /// The write was taken and had no effect.
+    /// The write succeeded and had no effect.
     #[error("{change:?} has had no effect for {} s: the kernel's log says why (`dmesg`)", .waited.as_secs())]
     NoEffect {
         /// The write.
@@ -79,7 +79,7 @@ pub trait Groups: fmt::Debug + Send + Sync {
     /// The host's device nodes for a program that gets the group, once its functions are bound to VFIO.
     fn nodes(&self, actual: &Actual) -> Result<Vec<String>, VfioError>;
 
-    /// Whether a virtual machine can get the GPU, whatever uses it now; `None` where it has no group.
+    /// Whether a virtual machine can get the GPU, whatever uses it now; `None` if it has no group.
     fn inspect(&self, gpu: PciAddress) -> Result<Option<GpuVfio>, VfioError>;
 }
 
@@ -93,7 +93,7 @@ pub struct Vfio {
 }
 
 impl Vfio {
-    /// Uses the `sys`, `dev` and `proc` of the host where they are mounted.
+    /// Uses the `sys`, `dev` and `proc` of the host at their mount points.
     pub fn new(sys: impl Into<PathBuf>, dev: impl Into<PathBuf>, proc: impl Into<PathBuf>) -> Self {
         Self {
             sys: sys.into(),
@@ -217,7 +217,7 @@ impl Vfio {
                     .map(|it| self.dev.join("vfio/devices").join(it)),
             );
         }
-        // A node that is not there is open nowhere.
+        // A node that does not exist is open nowhere.
         let nodes: BTreeSet<Node> = paths.iter().filter_map(|it| Node::of(it).ok()).collect();
         if nodes.is_empty() {
             return Ok(None);
@@ -337,13 +337,13 @@ pub enum ReconcileError {
     /// The kernel.
     #[error(transparent)]
     Vfio(#[from] VfioError),
-    /// It does not come to rest.
+    /// Its state keeps changing.
     #[error("the drivers of GPU {0} keep changing: does somebody else bind them?")]
     Restless(PciAddress),
 }
 
-/// Takes a GPU's group to VFIO, or back to the drivers that it had before, step by step. `write` keeps the record. Whoever
-/// calls it again after a failure goes on where it ended.
+/// Takes a GPU's group to VFIO, or back to the drivers that it had before, step by step. `write` stores the record.
+/// After a failure, the next call continues where this one ended.
 pub fn reconcile<E: From<ReconcileError>>(
     groups: &dyn Groups,
     gpu: (PciAddress, Option<u32>),
@@ -365,7 +365,7 @@ pub fn reconcile<E: From<ReconcileError>>(
     Err(ReconcileError::Restless(gpu.0).into())
 }
 
-/// What a file is, wherever its name is: a device by its number, so that the nodes of containers are seen.
+/// What a file is, whatever its name: a device is identified by its number, so that the nodes of containers are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Node {
     Device(u64),
@@ -390,7 +390,7 @@ fn read(path: &Path) -> Result<String, VfioError> {
     }
 }
 
-/// One write of one line, to a file that is there. Not blocking, so that a queue without a reader is an error.
+/// Writes one line to an existing file. Non-blocking, so that a queue without a reader is an error.
 fn write(path: &Path, text: &str) -> Result<(), VfioError> {
     let mut options = OpenOptions::new();
     options.write(true).truncate(true);
@@ -412,7 +412,7 @@ fn list(folder: &Path) -> Result<Vec<String>, VfioError> {
     Ok(names)
 }
 
-/// Like [`list`]; nothing of a folder that is not there, or goes while it is read.
+/// Like [`list`], but empty for a folder that does not exist, or is removed while it is read.
 fn list_if_there(folder: &Path) -> Result<Vec<String>, VfioError> {
     match list(folder) {
         Err(VfioError::File { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
@@ -422,7 +422,7 @@ fn list_if_there(folder: &Path) -> Result<Vec<String>, VfioError> {
     }
 }
 
-/// The last part of a link's target; `None` where there is no link.
+/// The last part of a link's target; `None` if the link does not exist.
 fn name_of_link(link: &Path) -> Result<Option<String>, VfioError> {
     match fs::read_link(link) {
         Ok(target) => Ok(target

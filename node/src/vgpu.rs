@@ -22,7 +22,7 @@ use tranche_api::withheld::reason;
 
 use crate::nvml::Description;
 
-/// What there is to say of vGPU about the GPU of a folder of `bus/pci/devices`, whose role is `role` as far as NVML says.
+/// The vGPU facts of the GPU of a folder of `bus/pci/devices`; `role` is its role as far as NVML reports it.
 #[must_use]
 pub fn read(device: &Path, role: Option<VgpuRole>) -> Option<GpuVgpu> {
     let virtual_functions = virtual_functions(device);
@@ -52,13 +52,13 @@ pub fn read(device: &Path, role: Option<VgpuRole>) -> Option<GpuVgpu> {
     })
 }
 
-/// The GPUs of which vGPUs exist; and those with virtual functions, of which none is for a virtual machine as a whole.
+/// The GPUs with vGPUs; and those with virtual functions, which no virtual machine can get as a whole.
 #[must_use]
 pub fn withheld(inventory: &Inventory) -> Vec<WithheldGpu> {
     inventory.gpus.iter().filter_map(on_host).collect()
 }
 
-/// Whether the driver makes vGPUs of all GPUs that it has.
+/// Whether the driver makes vGPUs of all of its GPUs.
 #[must_use]
 pub fn is_host(description: &Description) -> bool {
     let mut gpus = description.gpus.iter();
@@ -66,7 +66,7 @@ pub fn is_host(description: &Description) -> bool {
         && gpus.all(|gpu| gpu.vgpu_role.is_some_and(|it| it != VgpuRole::Guest))
 }
 
-/// All GPUs of a host whose driver is for vGPUs only, as `error` shows: NVIDIA's packages for hosts have no CUDA.
+/// All GPUs of a host whose driver is only for vGPUs, as `error` shows: NVIDIA's packages for such hosts have no CUDA.
 #[must_use]
 pub fn without_cuda(inventory: &Inventory, error: &dyn std::error::Error) -> Vec<WithheldGpu> {
     let message = format!(
@@ -117,7 +117,7 @@ fn virtual_functions(device: &Path) -> Vec<PathBuf> {
     entries(device).into_iter().filter(is_function).collect()
 }
 
-/// The paths in a folder; none where it cannot be listed.
+/// The paths in a folder; empty if it cannot be listed.
 fn entries(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten();
     entries
@@ -134,7 +134,7 @@ fn names(lines: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// A name as the cluster's API takes it.
+/// A name in the form that the cluster's API accepts.
 fn short(name: &str) -> Option<String> {
     let name = name.trim();
     let mut end = name.len().min(LONGEST_TYPE);
@@ -144,7 +144,7 @@ fn short(name: &str) -> Option<String> {
     (end > 0).then(|| name[..end].to_owned())
 }
 
-/// Whether a vGPU is there: a type that is not 0. What cannot be read may be one.
+/// Whether a vGPU exists: a type that is not 0. A file that cannot be read may stand for one.
 fn is_set(current: io::Result<String>) -> bool {
     match current {
         Ok(id) => !matches!(id.trim(), "" | "0"),
@@ -189,7 +189,7 @@ mod tests {
             address
         }
 
-        /// Of the first GPU.
+        /// The folder of the first GPU.
         fn read(&self) -> Option<GpuVgpu> {
             read(&self.device(GPU), None)
         }
@@ -238,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn types_of_virtual_functions_are_listed_and_a_vgpu_takes_the_gpu() {
+    fn virtual_function_types_are_listed_and_a_vgpu_takes_the_gpu() {
         let sys = Sys::new();
         let functions = [0, 1].map(|number| sys.virtual_function(number));
         let [creatable, current] = ["nvidia/creatable_vgpu_types", "nvidia/current_vgpu_type"];
@@ -257,7 +257,7 @@ mod tests {
             virtual_functions: 2,
         };
         assert_eq!(sys.read(), Some(none.clone()));
-        // The functions would go with the GPU.
+        // The functions would disappear with the GPU.
         let withheld = sys.withheld();
         assert_eq!(tiers(&withheld), [Tier::Passthrough]);
         assert!(withheld[0].message.contains(GPU), "{withheld:?}");
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_with_too_many_or_too_long_names_leaves_a_status_that_the_api_takes() {
+    fn a_driver_with_too_many_or_long_names_leaves_a_valid_status() {
         let sys = Sys::new();
         for number in 0..200 {
             let name = format!("{number:03} {}", "é".repeat(LONGEST_TYPE));

@@ -1,5 +1,5 @@
-//! What a node's GPUs are without Tranche's partitions, and which of them are withheld because of what NVML reports: those
-//! that it cannot describe, and those in MIG mode.
+//! The state of a node's GPUs without Tranche's partitions, and which of them are withheld because of NVML's report:
+//! those that it cannot describe, and those in MIG mode.
 //!
 //! ```text
 //!  NVML's description ─┐
@@ -19,7 +19,7 @@ use tranche_driver::gpu_state::{Place, Record};
 
 use crate::nvml::{BrokenGpu, Description, GpuDescription, NvmlError};
 
-/// What was seen of the GPUs earlier.
+/// Earlier facts about the GPUs.
 #[derive(Clone, Debug, Default)]
 pub struct KnownGpus {
     /// The UUIDs of the GPUs when they could be described: NVML does not report the UUID of a lost GPU.
@@ -29,7 +29,7 @@ pub struct KnownGpus {
     whole: BTreeMap<String, Whole>,
 }
 
-/// What a GPU has when it is not in MIG mode.
+/// The values of a GPU when it is not in MIG mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Whole {
     memory_total: u64,
@@ -38,10 +38,10 @@ struct Whole {
 }
 
 impl KnownGpus {
-    /// The GPUs as they would be without Tranche's partitions, so that the inventory does not change with them: `ours` has
-    /// the record of each GPU that Tranche has changed, by UUID. Only instances of others are left. MIG mode that Tranche
-    /// has switched on is off, unless others have made instances meanwhile. Where the GPU was seen without MIG mode
-    /// before, its memory and its multiprocessors are those of then.
+    /// The GPUs as they would be without Tranche's partitions, so that the inventory does not change with them: `ours`
+    /// has the record of each GPU that Tranche has changed, by UUID. Only instances of others remain. MIG mode that
+    /// Tranche has switched on is shown as off, unless others have created instances meanwhile. If the GPU was seen
+    /// without MIG mode before, its memory and its multiprocessors are those of that time.
     #[must_use]
     pub fn at_rest(
         &mut self,
@@ -67,7 +67,7 @@ impl KnownGpus {
         description
     }
 
-    /// The GPUs of `description` that are withheld, each with the tiers that are; remembers their UUIDs.
+    /// The withheld GPUs of `description`, each with its withheld tiers; remembers their UUIDs.
     pub fn withheld(&mut self, description: &Description) -> Vec<WithheldGpu> {
         let count = description.gpus.len() + description.broken.len();
         if count != self.count {
@@ -120,7 +120,7 @@ impl Whole {
     }
 }
 
-/// Whether the record names the instance. One that is about to be made has no id there yet.
+/// Whether the record names the instance. An instance that is about to be created has no id there yet.
 fn is_ours(record: &Record, instance: &MigInstance) -> bool {
     let Some(place) = Place::of(instance) else {
         return false;
@@ -162,7 +162,7 @@ fn in_mig_mode(gpu: &GpuDescription) -> Option<WithheldGpu> {
     })
 }
 
-/// The tiers that give the whole GPU, alone or to sharers.
+/// The tiers in which a claim gets the whole GPU, alone or with sharers.
 fn whole_tiers() -> Vec<Tier> {
     let mut tiers = Tier::ALL.to_vec();
     tiers.retain(|tier| *tier != Tier::Partition);
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_cannot_be_described_is_named_with_the_call_that_failed() {
+    fn an_undescribable_gpu_is_named_with_the_call_that_failed() {
         let error = NvmlError::Call {
             call: "nvmlDeviceGetMemoryInfo_v2",
             object: "GPU-odd".into(),
@@ -300,7 +300,7 @@ mod tests {
         }
     }
 
-    /// A GPU with these instances in MIG mode, whose record has these; at rest.
+    /// The state at rest of a GPU in MIG mode with these instances, whose record names these.
     fn at_rest(instances: &[MigInstance], switched: bool, owned: &[Owned]) -> GpuDescription {
         let mut description = two_h100();
         let gpu = &mut description.gpus[0];
@@ -331,7 +331,7 @@ mod tests {
         // MIG mode was on before.
         let gpu = at_rest(&two, false, &ours);
         assert_eq!((gpu.mig_instances, gpu.mig_mode), (vec![], ON));
-        // In the place of one of ours is another one.
+        // Another instance is in the place of one of ours.
         let gpu = at_rest(&two, true, &[owned(6, Some(9)), owned(5, Some(8))]);
         assert_eq!(
             (gpu.mig_instances, gpu.mig_mode),
@@ -360,7 +360,7 @@ mod tests {
         let mut expected = off.clone();
         expected.gpus[0].mig_mode = ON;
         assert_eq!(known.at_rest(on.clone(), &none), expected);
-        // It was never seen without: what NVML says.
+        // It was never seen without MIG mode, so NVML's values are used.
         assert_eq!(KnownGpus::default().at_rest(on.clone(), &none), on);
     }
 }

@@ -16,7 +16,7 @@ use tranche_node::nvml::{ChangeError, Driver as _, NvmlError, Opened};
 use tranche_nvml::{Mig, Reason};
 
 #[test]
-fn the_inventory_says_how_mig_divides_the_gpus_and_which_instances_exist() {
+fn the_inventory_has_the_mig_geometry_and_existing_instances() {
     let mut host = Host::new();
     host.install_for("H100-80", "/run/nvidia/driver");
     let root = host.at("/run/nvidia/driver");
@@ -64,8 +64,8 @@ fn instances_are_made_and_removed() {
     let library = root.join("usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1");
     let nvml = nvml_wrapper::Nvml::builder()
         .lib_path(library.as_os_str())
-        .init();
-    let nvml = nvml.unwrap();
+        .init()
+        .unwrap();
     let device = nvml.device_by_index(0).unwrap();
     let mig = Mig::of(&nvml, &device);
     let profiles = mig.profiles().unwrap();
@@ -124,8 +124,9 @@ impl Program {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let mut lines = lines.map(Result::unwrap);
+        let mut lines = BufReader::new(child.stdout.take().unwrap())
+            .lines()
+            .map(Result::unwrap);
         assert!(lines.any(|line| line.contains("=> ")), "no CUDA");
         Self(child)
     }

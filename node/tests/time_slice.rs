@@ -34,8 +34,11 @@ fn a_gpu_that_is_not_there_and_a_missing_program_are_named() {
     host.install("/run/nvidia/driver");
     let gone = "GPU-00000000-0000-0000-0000-000000000000";
     let opened = host.driver(None).open().unwrap();
-    let error = opened.nvml.set_time_slice(gone, Interval::Long);
-    let error = error.unwrap_err().to_string();
+    let error = opened
+        .nvml
+        .set_time_slice(gone, Interval::Long)
+        .unwrap_err()
+        .to_string();
     assert!(
         error.contains(gone) && error.contains("exit status"),
         "{error}"

@@ -88,7 +88,7 @@ fn a_host_of_vgpus_keeps_its_gpus_until_a_vgpu_is_made() {
 }
 
 #[test]
-fn a_gpu_that_a_virtual_machine_has_as_a_whole_is_like_any_other() {
+fn a_gpu_given_whole_to_a_virtual_machine_is_like_any_other() {
     let (host, opened) = machine("passthrough");
     let seen = describe(&host, &opened);
     assert!(

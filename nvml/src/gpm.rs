@@ -36,7 +36,7 @@ struct Sample {
 unsafe impl Send for Sample {}
 
 impl Sample {
-    /// Lends the sample as the wrapper has it. It is not to be dropped.
+    /// Lends the sample in the wrapper's type, which the borrower must not drop.
     fn lend(&self) -> GpmSample<'_> {
         // SAFETY: by the invariant, and whoever borrows gives the handle back (`into_handle`).
         unsafe { GpmSample::from_handle(&self.nvml, self.handle) }
@@ -63,7 +63,7 @@ impl Gpm {
     /// shortly after one. A metric that the GPU does not have is left out.
     ///
     /// # Errors
-    /// `NotSupported` and `FunctionNotFound` where the model or the driver has no GPM.
+    /// `NotSupported` and `FunctionNotFound` if the model or the driver does not have GPM.
     pub fn read(
         &self,
         device: &Device<'_>,
@@ -100,7 +100,7 @@ impl Gpm {
         Ok(found)
     }
 
-    /// Forgets what is not among these GPUs.
+    /// Forgets the samples of all other GPUs.
     pub fn keep(&self, is_kept: impl Fn(&str, Option<u32>) -> bool) {
         let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         last.retain(|(uuid, instance), _| is_kept(uuid, *instance));

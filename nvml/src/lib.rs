@@ -1,5 +1,5 @@
-//! NVML's calls for MIG, which nvml-wrapper does not have: what a GPU can be divided into, and the GPU instances and
-//! compute instances that exist, are made and are removed. And what must outlive a call: the samples of GPM ([`gpm`]),
+//! NVML's calls for MIG, which nvml-wrapper does not have: how a GPU can be divided, and how GPU instances and compute
+//! instances are listed, created and removed. Also the state that must outlive a call: the samples of GPM ([`gpm`]),
 //! the counters of NVLinks ([`nvlink`]) and the event set of Xids ([`xids`]).
 //!
 //! ```text
@@ -8,8 +8,8 @@
 //!      ──► MIG mode on and off; create and destroy, one call each
 //! ```
 //!
-//! The only crate beside the shim and the simulator with unsafe code. Every instance is looked up by its id for each
-//! call: handles of instances that somebody else has removed are never used.
+//! This is the only crate besides the shim and the simulator with unsafe code. Every instance is looked up by its id
+//! for each call, so a handle of an instance that somebody else has removed is never used.
 
 pub mod gpm;
 pub mod nvlink;
@@ -74,7 +74,7 @@ pub enum Reason {
 pub struct Profile {
     /// Without the word MIG: `1g.10gb+me`.
     pub name: String,
-    /// The id by which instances are made and listed.
+    /// The id by which instances are created and listed.
     pub id: u32,
     /// `sliceCount`.
     pub compute_slices: u32,
@@ -86,7 +86,7 @@ pub struct Profile {
     pub multiprocessors: u32,
     /// Copy engines, decoders, encoders, JPEG engines and OFA engines.
     pub engines: [u32; 5],
-    /// Where an instance may begin, and how many memory slices it takes there.
+    /// The possible placements: where an instance may begin, and how many memory slices it takes there.
     pub placements: Vec<Placement>,
 }
 
@@ -164,7 +164,7 @@ impl<'a> Mig<'a> {
         }
     }
 
-    /// Switches MIG mode at once. Where that is not possible the mode stays as it is, also after the GPU's next reset.
+    /// Switches MIG mode at once. If that is not possible the mode stays as it is, also after the GPU's next reset.
     ///
     /// # Errors
     /// [`Reason::InUse`] while a process or another client uses the GPU, or, to switch it off, while there are
@@ -267,7 +267,7 @@ impl<'a> Mig<'a> {
         Ok(placements.into_iter().map(Placement::from).collect())
     }
 
-    /// The GPU instances that exist, by id. Without MIG mode there is none.
+    /// The GPU instances that exist, by id; empty without MIG mode.
     pub fn instances(&self, profiles: &[Profile]) -> Result<Vec<Instance>, Error> {
         let mut instances = Vec::new();
         for profile in profiles {
@@ -351,7 +351,7 @@ impl<'a> Mig<'a> {
         Ok(found)
     }
 
-    /// The profiles of compute instances of a GPU instance that share no engine profile but the usual one.
+    /// The profiles of compute instances of a GPU instance with the usual engine profile.
     fn compute_profiles(
         &self,
         instance: sys::nvmlGpuInstance_t,
@@ -407,9 +407,9 @@ impl<'a> Mig<'a> {
         })
     }
 
-    /// The MIG device that is a compute instance. nvml.h calls the device in its description the parent; drivers give the
-    /// MIG device itself, and NVIDIA's DRA driver relies on that. To search all MIG devices took it up to ten seconds on a
-    /// GPU in use, so that is for drivers that do as nvml.h says.
+    /// The MIG device of a compute instance. nvml.h calls the device in its description the parent, but drivers return
+    /// the MIG device itself, and NVIDIA's DRA driver relies on that. A search of all MIG devices takes up to ten
+    /// seconds on a GPU in use, so it is only for drivers that do what nvml.h says.
     fn mig_device(
         &self,
         info: &sys::nvmlComputeInstanceInfo_t,
@@ -461,8 +461,8 @@ impl<'a> Mig<'a> {
         })
     }
 
-    /// Makes a GPU instance at a placement; its id. Where the placement is taken, also by an equal instance, the reason
-    /// is [`Reason::InsufficientResources`].
+    /// Creates a GPU instance at a placement and returns its id. If the placement is taken, also by an equal instance,
+    /// the reason is [`Reason::InsufficientResources`].
     pub fn create_instance(&self, profile: u32, placement: Placement) -> Result<u32, Error> {
         let Placement { start, size } = placement;
         let placement = sys::nvmlGpuInstancePlacement_t { start, size };
@@ -482,7 +482,7 @@ impl<'a> Mig<'a> {
         Ok(self.instance_info(handle)?.id)
     }
 
-    /// Makes the compute instance that has all slices of a GPU instance.
+    /// Creates the compute instance that has all slices of a GPU instance.
     pub fn create_compute_instance(&self, instance: u32) -> Result<ComputeInstance, Error> {
         let handle = self.find(instance)?;
         let profiles = self.compute_profiles(handle)?;
@@ -570,7 +570,8 @@ impl<'a> Mig<'a> {
     }
 }
 
-/// What a model does not have, or a driver does not know. Numbers beyond its last profile are invalid arguments.
+/// Errors for what a model does not have, or a driver does not know. Numbers beyond its last profile are invalid
+/// arguments.
 fn is_absent(error: &Error) -> bool {
     matches!(
         error.reason,
@@ -578,15 +579,18 @@ fn is_absent(error: &Error) -> bool {
     )
 }
 
-/// The version of a struct: its size, and its number above 24 bits (`NVML_STRUCT_VERSION`).
+/// The version of a struct: its size, and its number from bit 24 on (`NVML_STRUCT_VERSION`).
 fn version<T>(_: &T, number: u32) -> u32 {
     u32::try_from(size_of::<T>()).unwrap_or(u32::MAX) | number << 24
 }
 
-/// A text with a final zero, or without where it fills its field.
+/// A text that ends at its first zero byte, or at the end of its field.
 fn text(characters: &[c_char]) -> String {
-    let bytes = characters.iter().map(|it| it.to_ne_bytes()[0]);
-    let bytes: Vec<u8> = bytes.take_while(|byte| *byte != 0).collect();
+    let bytes: Vec<u8> = characters
+        .iter()
+        .map(|it| it.to_ne_bytes()[0])
+        .take_while(|byte| *byte != 0)
+        .collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 

@@ -1,4 +1,4 @@
-//! What passes the NVLinks of GPUs: the rate between two readings of NVML's counters.
+//! The traffic of GPUs over NVLinks: the rate between two readings of NVML's counters.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,7 +22,7 @@ const FIELDS: [u32; COUNT as usize] = [
     sys::field_id::NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
 ];
 
-/// The shortest time between two readings, as of GPM.
+/// The shortest time between two readings, as for GPM.
 const LEAST: Duration = Duration::from_millis(100);
 
 /// The last reading of each GPU.
@@ -32,7 +32,7 @@ pub struct NvLinks {
     last: Mutex<BTreeMap<String, Reading>>,
 }
 
-/// What a GPU has sent and received by some time.
+/// The data that a GPU has sent and received up to a time.
 #[derive(Clone, Copy, Debug)]
 struct Reading {
     kib: u64,
@@ -40,7 +40,7 @@ struct Reading {
 }
 
 impl Reading {
-    /// Bytes per second since an earlier reading; `None` where the counters began anew, as at a reset of the GPU.
+    /// Bytes per second since an earlier reading; `None` if the counters began anew, as at a reset of the GPU.
     #[expect(
         clippy::cast_precision_loss,
         clippy::cast_possible_truncation,
@@ -86,8 +86,12 @@ impl NvLinks {
 
     /// KiB that were sent and received.
     fn counted(&self, device: &Device<'_>) -> Result<u64, NvmlError> {
-        let get = self.nvml.lib().nvmlDeviceGetFieldValues.as_ref();
-        let get = get.map_err(|_| NvmlError::FunctionNotFound)?;
+        let get = self
+            .nvml
+            .lib()
+            .nvmlDeviceGetFieldValues
+            .as_ref()
+            .map_err(|_| NvmlError::FunctionNotFound)?;
         let mut values = FIELDS.map(|field| {
             // SAFETY: of integers and a union of numbers, so all zeros is a value.
             let mut value: sys::nvmlFieldValue_t = unsafe { std::mem::zeroed() };
@@ -103,7 +107,7 @@ impl NvLinks {
     }
 }
 
-/// What a field has, or why it has nothing.
+/// The value of a field, or why it has none.
 fn count(value: sys::nvmlFieldValue_t) -> Result<u64, NvmlError> {
     match FieldValueSample::try_from(value)?.value? {
         SampleValue::U32(count) => Ok(count.into()),
@@ -117,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rate_is_of_the_time_between_two_readings_and_unknown_when_the_counters_began_anew() {
+    fn a_rate_spans_two_readings_and_is_unknown_after_a_reset() {
         let start = Instant::now();
         let reading = |kib, seconds| Reading {
             kib,

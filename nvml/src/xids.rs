@@ -24,7 +24,7 @@ pub struct Xids {
 struct Watched {
     /// Invariant: a set that the started NVML has made, that nobody else has, and that is not freed yet.
     set: sys::nvmlEventSet_t,
-    /// The UUIDs of its GPUs by their handles: one that is lost does not tell its UUID any more.
+    /// The UUIDs of its GPUs by their handles: NVML does not report the UUID of a lost GPU.
     gpus: BTreeMap<usize, String>,
 }
 
@@ -44,7 +44,7 @@ impl Xids {
     /// The Xids since the last reading, with the UUIDs of their GPUs. A GPU is watched from its first reading on.
     ///
     /// # Errors
-    /// `NotSupported` and `FunctionNotFound` where the model or the driver has no such events.
+    /// `NotSupported` and `FunctionNotFound` if the model or the driver does not have such events.
     pub fn read(&self, uuids: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         let watched = match &mut *watched {
@@ -58,7 +58,7 @@ impl Xids {
             if watched.gpus.values().any(|known| known == uuid) {
                 continue;
             }
-            // A GPU that is lost or has no such events does not keep the others from being watched.
+            // A GPU that is lost or has no such events must not prevent that the others are watched.
             let device = self.nvml.device_by_uuid(*uuid);
             if let Some(handle) = device
                 .ok()

@@ -1,4 +1,5 @@
-//! Asks the API server whether a token's owner may read the metrics, or a user do something else, and caches the answer.
+//! Asks the API server whether a token's owner may read the metrics, or whether a user may do something else, and
+//! caches the answer.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,14 +19,14 @@ use tracing::warn;
 /// The path of the metrics, for which a reader needs the right.
 pub const PATH: &str = "/metrics";
 
-/// The audience of a token that opens nothing but this: a node that is not what it seems can do nothing with it at the API
-/// server. Tokens for the API server are accepted, too.
+/// The audience of a token that is valid for nothing else: a forged node can do nothing with it at the API server.
+/// Tokens for the API server are accepted, too.
 pub const AUDIENCE: &str = "metrics.gpu.tranche.dev";
 
 /// How long a permission is cached. Two scrapes 30 s apart, as usual, need one request.
 const ALLOWED_FOR: Duration = Duration::from_mins(1);
-/// How long the permission of a user is cached whom the API server has just authorized itself; its own library for such servers
-/// has the same time.
+/// How long the permission of a user is cached whom the API server has just authorized itself. The API server's own
+/// library for such servers uses the same time.
 const ALLOWED_AGAIN_FOR: Duration = Duration::from_secs(10);
 /// How long a refusal is cached: short, so that a new right takes effect soon.
 const DENIED_FOR: Duration = Duration::from_secs(10);
@@ -38,7 +39,7 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// The longest token that is checked.
 const MAX_TOKEN_BYTES: usize = 16 << 10;
 
-/// Why a reader may not do it.
+/// Why a request is denied.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
     /// The request has no bearer token.
@@ -52,7 +53,7 @@ pub enum Denied {
     Forbidden {
         /// The user's name.
         user: String,
-        /// What it may not do, and what grants it.
+        /// The action that is not allowed, and what allows it.
         what: String,
     },
     /// The API server did not answer.
@@ -60,7 +61,7 @@ pub enum Denied {
     Unknown,
 }
 
-/// What is asked.
+/// A question.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Question {
     /// Whether the owner of the token may read the metrics.
@@ -69,10 +70,10 @@ enum Question {
     User(String),
 }
 
-/// Until when an answer is valid, and the answer.
+/// The end of an answer's validity, and the answer.
 type Cache = HashMap<Question, (Instant, Result<(), Denied>)>;
 
-/// Asks the API server to whom a token belongs and what a user may do.
+/// Asks the API server for the owner of a token and for the rights of a user.
 pub struct Access {
     client: Client,
     questions: Semaphore,
@@ -106,7 +107,7 @@ impl Access {
         self.answer(question, ALLOWED_FOR, self.ask(token)).await
     }
 
-    /// Whether a user may do what `wanted` asks; `what` says it in words. The API server has authenticated the user.
+    /// Whether a user may do what `wanted` asks; `what` names it in words. The API server has authenticated the user.
     pub async fn may(&self, wanted: SubjectAccessReviewSpec, what: &str) -> Result<(), Denied> {
         let Ok(question) = serde_json::to_string(&wanted) else {
             return Err(Denied::Unknown);
@@ -244,7 +245,7 @@ fn may_get(user: UserInfo) -> SubjectAccessReviewSpec {
     }
 }
 
-/// A question about a user, with everything of it that authorizers may use.
+/// A question about a user, with all fields that authorizers may use.
 #[must_use]
 pub fn of(user: UserInfo) -> SubjectAccessReviewSpec {
     SubjectAccessReviewSpec {
@@ -358,8 +359,8 @@ mod tests {
             access.check(Some("of-prometheus")).await.unwrap();
             access.check(Some("forged")).await.unwrap_err();
         }
-        // Two requests for each token: the owner of the good one and the owner's rights; the owner of the forged one, for the API
-        // server and for our audience.
+        // Two requests for each token: for the good one, its owner and the owner's rights; for the forged one, its
+        // owner for the API server and for our audience.
         assert_eq!(cluster.questions(), 4);
         cluster.is_down();
         tokio::time::advance(DENIED_FOR).await;
@@ -375,7 +376,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_token_for_our_audience_is_as_good_as_one_for_the_api_server() {
+    async fn a_token_for_our_audience_equals_one_for_the_api_server() {
         let access = Access::new(Cluster::default().client());
         access.check(Some("of-ours")).await.unwrap();
         let other = access.check(Some("without-audiences")).await;
@@ -412,7 +413,7 @@ mod tests {
             assert_eq!(refused, Err(Denied::Forbidden { user, what }));
         }
         assert_eq!(cluster.questions(), 2);
-        // A token with the text of a cached question opens nothing.
+        // A token whose text equals a cached question gives no access.
         let forged = serde_json::to_string(&wanted(allowed)).unwrap();
         let forged = access.check(Some(&forged)).await;
         assert_eq!(forged, Err(Denied::Unauthenticated));
@@ -423,7 +424,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_flood_of_invalid_tokens_does_not_fill_the_cache_or_affect_others() {
+    async fn many_invalid_tokens_do_not_fill_the_cache_or_affect_others() {
         let cluster = Cluster::default();
         let access = Access::new(cluster.client());
         access.check(Some("of-prometheus")).await.unwrap();

@@ -1,5 +1,6 @@
-//! Reads what [`serve`](crate::server::serve) serves elsewhere: a GET over TLS with a bearer token. The certificate is not verified, because
-//! it is self-signed: send no token that opens anything else ([`AUDIENCE`](crate::access::AUDIENCE)).
+//! Reads from another process's [`serve`](crate::server::serve): a GET over TLS with a bearer token. The certificate is
+//! not verified, because it is self-signed: send no token that is valid for anything else
+//! ([`AUDIENCE`](crate::access::AUDIENCE)).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ pub enum ReadError {
     /// No TLS.
     #[error("TLS: {0}")]
     Tls(#[source] std::io::Error),
-    /// The token is no text for a header.
+    /// The token cannot be a header's value.
     #[error("the token has characters that no token has")]
     Token,
     /// No HTTP, or the connection ended.
@@ -39,10 +40,10 @@ pub enum ReadError {
     /// The answer ended early.
     #[error("the answer: {0}")]
     Body(#[source] Box<dyn std::error::Error + Send + Sync>),
-    /// The answer is longer than wanted.
+    /// The answer is longer than the limit.
     #[error("the answer has more than {limit} bytes")]
     TooLong {
-        /// The most that is read.
+        /// The limit, in bytes.
         limit: usize,
     },
 }
@@ -94,15 +95,15 @@ impl Client {
         let mut request = Request::new(Body::empty());
         *request.uri_mut() = path.parse().unwrap_or_default();
         if let Some(token) = token {
-            let value = HeaderValue::try_from(format!("Bearer {token}"));
-            let mut value = value.map_err(|_| ReadError::Token)?;
+            let mut value =
+                HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| ReadError::Token)?;
             value.set_sensitive(true);
             request.headers_mut().insert(AUTHORIZATION, value);
         }
         self.send(stream, request, limit).await
     }
 
-    /// Status and body of the answer to a request that is sent on a connection of its own.
+    /// Status and body of the answer to a request, which is sent on its own connection.
     pub async fn send(
         &self,
         stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
@@ -117,24 +118,28 @@ impl Client {
             .await
             .map_err(ReadError::Http)?;
         let exchange = async {
-            let answer = sender.send_request(request).await;
-            let answer = answer.map_err(ReadError::Http)?;
+            let answer = sender
+                .send_request(request)
+                .await
+                .map_err(ReadError::Http)?;
             let status = answer.status();
-            let body = Limited::new(answer.into_body(), limit).collect().await;
-            let body = body.map_err(|error| {
-                if error.is::<LengthLimitError>() {
-                    ReadError::TooLong { limit }
-                } else {
-                    ReadError::Body(error)
-                }
-            })?;
+            let body = Limited::new(answer.into_body(), limit)
+                .collect()
+                .await
+                .map_err(|error| {
+                    if error.is::<LengthLimitError>() {
+                        ReadError::TooLong { limit }
+                    } else {
+                        ReadError::Body(error)
+                    }
+                })?;
             Ok((status, body.to_bytes()))
         };
         tokio::pin!(exchange);
         tokio::select! {
             biased;
             done = &mut exchange => done,
-            // What the connection read before it ended is still there for the exchange.
+            // The exchange can still use what the connection read before it ended.
             _ = connection => exchange.await,
         }
     }

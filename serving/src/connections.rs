@@ -1,4 +1,4 @@
-//! Limits the cost of connections: anybody in the cluster may open one before we know who it is.
+//! Limits the cost of connections: anybody in the cluster may open one before we know who they are.
 //!
 //! A connection has some 40 KB of buffers. So at most [`MOST`] are open, at most [`OF_ONE`] of them from one address, and a
 //! connection is closed when no byte has moved on it for [`IDLE`].
@@ -16,7 +16,7 @@ use tokio::time::{Instant, Sleep};
 
 /// The most open connections.
 pub const MOST: usize = 512;
-/// The most open connections from one address: an API server has one for each request that it sends on at the time.
+/// The most open connections from one address: an API server has one for each request that it forwards at the time.
 pub const OF_ONE: usize = 128;
 /// How long a connection stays open without a byte. Prometheus keeps one open from scrape to scrape.
 pub const IDLE: Duration = Duration::from_mins(3);
@@ -98,7 +98,7 @@ impl<T> Bounded<T> {
         Poll::Ready(result)
     }
 
-    /// Waits for a byte to move; an error if that takes too long.
+    /// Waits until a byte moves; an error if that takes too long.
     fn waits<R>(&mut self, context: &mut Context<'_>) -> Poll<io::Result<R>> {
         ready!(self.idle.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))

@@ -1,11 +1,12 @@
-//! TLS, authorization, the log, the stop on a signal and the time of day, for every process of ours that serves something.
+//! TLS, authorization, the log, the stop on a signal and the time of day, for each of our processes that serves
+//! something.
 //!
 //! ```text
 //!  a reader ─► tls ─► connections ─► server ─► access ─► the metrics' text
 //!              (each costs little)              └─ TokenReview, SubjectAccessReview ─► API server
 //! ```
 //!
-//! [`client`] reads what another process of ours serves. [`log`], [`stop`] and [`clock`] serve the process itself.
+//! [`client`] reads what another of our processes serves. [`log`], [`stop`] and [`clock`] are for the process itself.
 #![forbid(unsafe_code)]
 
 pub mod access;

@@ -22,8 +22,8 @@ pub fn start(format: LogFormat) -> Result<(), FromEnvError> {
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
-        // A line that cannot be written, because the disk is full, is lost. To print an error about it to the same place
-        // would end the process.
+        // A line that cannot be written, because the disk is full, is lost. An error about it, printed to the same
+        // place, would end the process.
         .log_internal_errors(false);
     match format {
         LogFormat::Text => log.with_ansi(false).init(),

@@ -41,7 +41,7 @@ pub enum ServeError {
     /// TLS could not be set up.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// The server ended.
+    /// The server has ended.
     #[error("the metrics' server: {0}")]
     Io(#[from] std::io::Error),
 }

@@ -1,4 +1,4 @@
-//! How a process stops on a signal.
+//! Stops a process on a signal.
 
 use std::io;
 

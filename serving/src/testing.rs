@@ -1,4 +1,4 @@
-//! A GET on a stream that is there already, for tests.
+//! A GET on an existing stream, for tests.
 
 use std::io;
 

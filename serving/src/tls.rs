@@ -1,4 +1,4 @@
-//! TLS with a self-signed certificate, and with clients' certificates where they are asked for.
+//! TLS with a self-signed certificate, and with clients' certificates if the server asks for them.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Why TLS could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// The certificate could not be made.
+    /// The certificate could not be created.
     #[error("cannot make a certificate: {0}")]
     Certificate(#[from] rcgen::Error),
     /// The certificate is not accepted.
@@ -57,8 +57,8 @@ impl TlsListener {
         Self::start(listener, false)
     }
 
-    /// The same, and asks clients for a certificate, which [`Peer`] has. A client that shows one has proved that it has the key,
-    /// and no more: the server decides request by request whether it trusts the certificate.
+    /// The same, but asks clients for a certificate, which [`Peer`] has. A client that shows one has only proved that
+    /// it has the key: the server decides request by request whether it trusts the certificate.
     pub fn with_client_certificates(listener: TcpListener) -> Result<Self, TlsError> {
         Self::start(listener, true)
     }

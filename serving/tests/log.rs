@@ -1,4 +1,4 @@
-//! A log that cannot be written: the node's disk is full, or whoever reads it has ended.
+//! A log that cannot be written: the node's disk is full, or the log's reader has ended.
 #![allow(missing_docs)]
 
 use std::fs::File;

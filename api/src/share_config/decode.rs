@@ -21,17 +21,17 @@ pub enum DecodeError {
     Missing {
         /// Where.
         path: String,
-        /// The only right value.
+        /// The only valid value.
         expected: &'static str,
     },
-    /// The apiVersion or kind is another one.
+    /// Another apiVersion or kind.
     #[error("{path} is {found:?}, must be {expected:?}")]
     Foreign {
         /// Where.
         path: String,
         /// What is there.
         found: String,
-        /// The only right value.
+        /// The only valid value.
         expected: &'static str,
     },
     /// A field that does not exist.
@@ -49,7 +49,7 @@ pub enum DecodeError {
         path: String,
         /// What is there, by JSON type.
         found: &'static str,
-        /// What must be there.
+        /// The valid type.
         expected: &'static str,
     },
     /// A value that is not allowed.
@@ -59,7 +59,7 @@ pub enum DecodeError {
         path: String,
         /// What is there.
         found: String,
-        /// What may be there.
+        /// The valid values.
         allowed: Vec<&'static str>,
     },
 }
@@ -71,7 +71,7 @@ pub(super) struct Object<'a> {
 }
 
 impl<'a> Object<'a> {
-    /// The outermost object. Its fields are still to be checked by [`Object::only`].
+    /// The outermost object. [`Object::only`] must still check its fields.
     pub(super) fn root(value: &'a Value) -> Result<Self, DecodeError> {
         Self::at(String::new(), value)
     }
@@ -90,7 +90,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// Refuses every field but these.
+    /// Refuses every other field.
     pub(super) fn only(self, known: &'static [&'static str]) -> Result<Self, DecodeError> {
         match self
             .fields

@@ -1,4 +1,4 @@
-//! What becomes of claims whose programs hold memory of a GPU and run no kernel.
+//! What happens to claims whose programs hold memory of a GPU and run no kernel.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use schemars::JsonSchema;

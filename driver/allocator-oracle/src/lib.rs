@@ -1,10 +1,11 @@
 //! kube-scheduler's allocator of devices, as a process that answers for one node.
 //!
-//! The program in `scheduler/` is made of the scheduler's own Go packages: it puts slices, classes and claims through the
-//! API server's defaults and validation, keeps what is allocated in the scheduler's claim tracker, and allocates with the
+//! The program in `scheduler/` consists of the scheduler's own Go packages. It applies the API server's defaults and
+//! validation to slices, classes and claims, keeps allocations in the scheduler's claim tracker, and allocates with the
 //! features that the release enables by default. `driver/allocator-oracle/build` builds it.
 //!
-//! `tests/` hold the slices that `tranche_driver::slices` plans to it; `kubectl-tranche/scheduler-rules` its copy of the rules.
+//! `tests/` compare it with the slices that `tranche_driver::slices` plans, `kubectl-tranche/scheduler-rules` with its
+//! copy of the rules.
 #![forbid(unsafe_code)]
 
 pub mod geometry;
@@ -23,7 +24,7 @@ const PROGRAM: &str = concat!(
 /// The chart as `helm template` renders it; `make lint` compares it with the chart.
 const CHART: &str = include_str!("../../../deploy/helm/rendered.yaml");
 
-/// By how much `TRANCHE_STORIES` makes the tests longer: 1 where it is not set. `make nightly` sets it.
+/// The factor by which `TRANCHE_STORIES` makes the tests longer: 1 if it is not set. `make nightly` sets it.
 ///
 /// # Panics
 /// If it is not a number above 0.
@@ -56,9 +57,9 @@ pub enum Outcome {
 /// Which claims the allocator knows while it allocates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Knowledge {
-    /// All of them, as the scheduler does. The new ones are added to them.
+    /// All claims, as in the scheduler. The new ones are added.
     All,
-    /// None: it allocates as on an empty node, and the new claims are forgotten.
+    /// No claims: it allocates as on an empty node and forgets the new claims.
     None,
 }
 
@@ -71,7 +72,7 @@ pub enum Error {
     /// The program has ended.
     #[error("talk to {PROGRAM}: {0}")]
     Pipe(#[from] io::Error),
-    /// A line that is no answer.
+    /// A line that is not a valid answer.
     #[error("the answer of {PROGRAM}: {0}")]
     Answer(#[from] serde_json::Error),
     /// The API server would refuse the object, or the scheduler cannot handle it.
@@ -160,7 +161,7 @@ impl Scheduler {
         self.publish_to(node, &BTreeMap::new(), items)
     }
 
-    /// As [`Scheduler::publish`], for a node with labels.
+    /// Like [`Scheduler::publish`], for a node with labels.
     pub fn publish_to(
         &mut self,
         node: &str,
@@ -218,8 +219,11 @@ impl Scheduler {
     }
 
     fn ask(&mut self, request: &Request<'_>) -> Result<Answer, Error> {
-        let requests = self.requests.as_mut().ok_or(io::ErrorKind::BrokenPipe);
-        let requests = requests.map_err(io::Error::from)?;
+        let requests = self
+            .requests
+            .as_mut()
+            .ok_or(io::ErrorKind::BrokenPipe)
+            .map_err(io::Error::from)?;
         serde_json::to_writer(&mut *requests, request)?;
         requests.write_all(b"\n")?;
         requests.flush()?;
@@ -241,7 +245,7 @@ impl From<io::ErrorKind> for Error {
 
 impl Drop for Scheduler {
     fn drop(&mut self) {
-        // It ends at the end of its input.
+        // The program ends when its input ends.
         self.requests = None;
         let _ = self.program.wait();
     }
@@ -250,8 +254,9 @@ impl Drop for Scheduler {
 /// The DeviceClasses that the chart installs.
 pub fn chart_classes() -> Result<Vec<DeviceClass>, Error> {
     let documents = CHART.split("\n---\n");
-    let classes = documents.filter(|document| document.contains("\nkind: DeviceClass\n"));
-    let classes = classes.map(serde_saphyr::from_str);
+    let classes = documents
+        .filter(|document| document.contains("\nkind: DeviceClass\n"))
+        .map(serde_saphyr::from_str);
     classes
         .collect::<Result<_, _>>()
         .map_err(|error| Error::Refused(format!("a DeviceClass of the chart: {error}")))

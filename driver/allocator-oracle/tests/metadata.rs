@@ -1,4 +1,4 @@
-//! The containers' files about their devices, read by Kubernetes' own package for programs in containers.
+//! Kubernetes' own package for programs in containers reads the files about the containers' devices.
 
 #![allow(
     clippy::unwrap_used,

@@ -110,7 +110,7 @@ fn what_is_written_is_not_due_again() {
         let due = trail.held(&record, &pods(&["p"]), moment(1));
         write(&mut trail, due, &mut log);
     }
-    // A pod that joins is news, one that is known is not.
+    // A new pod changes the grant; a known one does not.
     for names in [["p"], ["q"], ["p"]] {
         let due = trail.held(&record, &pods(&names), moment(2));
         write(&mut trail, due, &mut log);
@@ -239,11 +239,11 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 #[derive(Default)]
 struct Node {
     trail: Trail,
-    /// The journals; whether one's end was begun.
+    /// The journals, and whether the end of each has begun.
     journals: BTreeMap<usize, Record>,
     /// The current file.
     file: Vec<Line>,
-    /// All lines ever, without repetitions at the beginning of files.
+    /// All lines that were ever written, without repetitions at the beginning of files.
     log: Vec<Line>,
 }
 
@@ -323,7 +323,7 @@ impl Node {
 }
 
 proptest! {
-    /// Whatever happens, every grant has one beginning, and one end once its journal is gone.
+    /// Whatever happens, every grant has one beginning, and one end after its journal is gone.
     #[test]
     fn no_line_is_lost_or_doubled(
         steps in steps(),

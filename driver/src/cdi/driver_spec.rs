@@ -1,12 +1,11 @@
 //! The spec of the node's driver: its files, and the shim in front of them.
 //!
-//! `full` is the driver as on the host. `capped` puts the shim at the paths where programs search for
-//! `libcuda.so.1` and `libnvidia-ml.so.1`, and the real libraries at paths that only the shim uses;
-//! besides, only the libraries of CUDA and NVML are mounted. Each further capability that a policy
-//! allows to a capped share is a device of its own: `video`, `graphics`, `ngx`, `opencl`, `other`. A
-//! container may get both `full` and `capped` (claims of two tiers): then the shim is in front of both,
-//! and the cap page of each GPU has its limits. Each version of the pages has a `capped` of its own,
-//! from the second on `capped-<version>`.
+//! `full` is the driver as on the host. `capped` puts the shim at the paths where programs search for `libcuda.so.1`
+//! and `libnvidia-ml.so.1`, and the real libraries at paths that only the shim uses; it mounts no other libraries than
+//! those of CUDA and NVML. Each further capability that a policy allows to a capped share is a device of its own:
+//! `video`, `graphics`, `ngx`, `opencl`, `other`. A container may get both `full` and `capped` (claims of two tiers):
+//! then the shim is in front of both, and the cap page of each GPU has its limits. Each version of the pages has its
+//! own `capped` device; from the second version on its name is `capped-<version>`.
 
 use std::collections::BTreeSet;
 
@@ -30,9 +29,9 @@ pub enum DriverDevice {
     Full,
     /// The driver behind the shim, for CUDA and NVML.
     Capped {
-        /// The version of the pages that the shim reads ([`PAGES`](crate::preparation::PAGES)). Each has a
-        /// device of its own: a container that starts again after an update of the node's plugin has the
-        /// pages that it had, and so must have the shim that it had.
+        /// The version of the pages that the shim reads ([`PAGES`](crate::preparation::PAGES)). Each version has its
+        /// own device: a container that restarts after an update of the node's plugin keeps its old pages, and so needs
+        /// the shim that reads them.
         pages: u32,
     },
     /// Libraries that no limit applies to, in addition to [`DriverDevice::Capped`].
@@ -114,7 +113,7 @@ pub struct Link {
     pub path: String,
 }
 
-/// What every container that uses a GPU gets of the driver, behind each of `shims`.
+/// What every container that uses a GPU gets of the driver, for each of `shims`.
 pub fn driver_spec(
     files: &DriverFiles,
     paths: &NodePaths,
@@ -194,7 +193,7 @@ pub fn driver_spec(
     Spec::new(DRIVER_CLASS, devices, common(files, paths))
 }
 
-/// The changes for one more capability. The hook of `capped` makes the loader's cache, after this.
+/// The changes for one more capability. They come before `capped`, whose hook makes the loader's cache.
 fn extra(files: &DriverFiles, capability: Capability, paths: &NodePaths) -> ContainerEdits {
     let libraries = || {
         files
@@ -218,7 +217,7 @@ impl Library {
         Capability::of_library(self.file_name())
     }
 
-    /// Whether a capped share has it under every policy.
+    /// Whether every capped share has it, under any policy.
     fn is_capped(&self) -> bool {
         Capability::CAPPED.contains(&self.capability())
     }
@@ -325,10 +324,10 @@ fn folder(path: &str) -> &str {
     path.rsplit_once('/').map_or("", |(folder, _)| folder)
 }
 
-/// A command of our hook with its options, or nothing.
+/// A command of our hook with its options, or `None`.
 type Command = Vec<String>;
 
-/// Our hook with all its commands, in their order: one process, not one for each. None without a command.
+/// Our hook with all its commands in their order, in one process. `None` without a command.
 fn hook(commands: &[Command], paths: &NodePaths) -> Vec<Hook> {
     let commands = commands.concat();
     if commands.is_empty() {
@@ -400,7 +399,7 @@ fn enable_compat(shimmed: &[&Library]) -> Command {
     command("enable-cuda-compat", args)
 }
 
-/// Where the shim opens the driver's libcuda.
+/// The path at which the shim opens the driver's libcuda.
 fn real_cuda() -> String {
     format!("{}/{}", container_path::REAL_DRIVER, SHIMMED[0])
 }

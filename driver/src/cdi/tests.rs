@@ -87,7 +87,7 @@ fn a_concurrent_share_gets_its_daemon_and_its_limits() {
 }
 
 #[test]
-fn a_concurrent_share_of_a_partition_gets_the_daemon_of_its_mig_device() {
+fn a_concurrent_partition_share_gets_its_mig_devices_daemon() {
     let share = with(
         capped("20Gi", "25"),
         &json!({"device": "gpu-00000000-mps-3g40gb-4"}),
@@ -271,7 +271,7 @@ fn the_version_is_the_lowest_that_runtimes_take() {
 }
 
 #[test]
-fn a_capped_container_sees_the_shim_and_only_the_shim_sees_the_driver() {
+fn only_the_shim_in_a_capped_container_sees_the_driver() {
     let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
     let edits = |device: DriverDevice| {
         &spec
@@ -359,7 +359,7 @@ fn command<'a>(edits: &'a ContainerEdits, name: &str) -> Option<&'a [String]> {
 }
 
 #[test]
-fn a_capped_container_has_no_library_beside_the_shim_that_policy_does_not_name() {
+fn a_capped_container_has_only_the_shim_and_named_libraries() {
     let folder = "/usr/lib/x86_64-linux-gnu";
     let other = [
         ("libnvidia-opencl", "opencl"),

@@ -121,7 +121,7 @@ impl WholeGpuTier {
 impl PartitionTier {
     const ALL: [Self; 2] = [Self::Capped, Self::Concurrent];
 
-    /// Its word in the names of devices. With it the longest name of a partition is a DNS label.
+    /// Its word in the names of devices. It is short, so that the longest name of a partition is a DNS label.
     const fn label(self) -> &'static str {
         match self {
             Self::Capped => "capped",
@@ -155,7 +155,7 @@ impl DeviceName {
         }
     }
 
-    /// The tier that the GPU itself serves while a claim holds the device: [`Tier::Partition`] also where claims share a
+    /// The tier that the GPU itself serves while a claim holds the device: [`Tier::Partition`] also if claims share a
     /// partition.
     #[must_use]
     pub const fn gpu_tier(self) -> Tier {
@@ -407,7 +407,7 @@ mod tests {
                     start,
                 }
             }),
-            // At most 7 compute slices, 999 GB and 32 memory slices, of which the name must have room for each.
+            // At most 7 compute slices, 999 GB and 32 memory slices; the name must have room for each number.
             (gpu, any::<bool>(), any_profile(), 0..32_u8).prop_map(
                 |(gpu, is_capped, mut profile, start)| {
                     profile.compute_slices = profile.compute_slices % 9 + 1;

@@ -28,7 +28,7 @@ pub enum ClaimProblem {
         /// What is there.
         uid: String,
     },
-    /// The name belongs to another claim now.
+    /// The name now belongs to another claim.
     #[error(
         "metadata.uid is {found}, not {expected}: the claim was deleted and another took its name; delete the pod that waits for the old one"
     )]
@@ -85,7 +85,7 @@ pub enum DeviceProblem {
         /// The device's tier.
         tier: Tier,
     },
-    /// A share of what cannot be shared.
+    /// A shareID for a tier that is not shared.
     #[error("shareID {share_id} is set, though the tier {tier} is not shared")]
     UnexpectedShare {
         /// The device's tier.
@@ -135,7 +135,7 @@ pub enum ConfigProblem {
     /// They cannot be decoded.
     #[error("opaque.parameters: {0}")]
     Parameters(#[from] share_config::DecodeError),
-    /// A source of configs whose precedence is not known.
+    /// A source of configs whose precedence is unknown.
     #[error("source is unknown, must be FromClass or FromClaim")]
     Source,
 }

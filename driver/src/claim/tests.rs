@@ -326,7 +326,7 @@ proptest! {
 }
 
 #[test]
-fn the_scheduler_s_decision_is_compared_and_not_what_a_release_reads_of_it() {
+fn claims_are_compared_by_the_schedulers_whole_decision() {
     let results = [
         capped("20Gi", "25"),
         with(plain("gpu-00000001"), &json!({"request": "whole"})),

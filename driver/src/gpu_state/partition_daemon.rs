@@ -1,8 +1,8 @@
 //! The MPS daemons of a GPU's partitions: one for each partition with concurrent shares.
 //!
-//! A daemon serves a MIG device, so it starts after its partition was made and ends before it is removed. The GPU's compute mode stays
-//! as it is: `EXCLUSIVE_PROCESS` is not for a GPU in MIG mode, whose partitions have a server each (NVIDIA's MIG user guide, "CUDA
-//! MPS").
+//! A daemon serves a MIG device, so it starts after its partition is created and ends before it is removed. The GPU's
+//! compute mode stays as it is: `EXCLUSIVE_PROCESS` does not suit a GPU in MIG mode, because each of its partitions has
+//! a server (NVIDIA's MIG user guide, "CUDA MPS").
 
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +16,7 @@ use super::{
 pub struct PartitionDaemon {
     /// The partition.
     pub place: Place,
-    /// The UUID of the MIG device that the partition was when the daemon was asked for.
+    /// The UUID of the MIG device that the partition had when the daemon was requested.
     pub uuid: String,
 }
 
@@ -72,7 +72,7 @@ pub(super) fn with(
 }
 
 impl Actual {
-    /// The UUID of the MIG device that has all of the instance at a place.
+    /// The UUID of the MIG device that has all of the instance at a placement.
     fn mig_uuid(&self, place: Place) -> Option<&String> {
         match &self.at(place)?.compute[..] {
             [only] => Some(&only.uuid),

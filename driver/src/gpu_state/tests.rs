@@ -10,13 +10,13 @@ struct Machine {
     actual: Actual,
     record: Record,
     ids: u32,
-    /// The ids of instances that an administrator made.
+    /// The ids of instances that an administrator created.
     foreign: BTreeSet<u32>,
-    /// Whether a daemon runs; the plugin learns it only from what it asks for.
+    /// Whether a daemon runs. The plugin learns it only from the answers to its requests.
     has_daemon: bool,
-    /// The MIG devices that have a daemon; as above.
+    /// The MIG devices that have a daemon. The plugin learns them only from the answers to its requests.
     daemons: BTreeSet<String>,
-    /// The supervisor ends no daemon of a partition.
+    /// The supervisor does not end any partition's daemon.
     is_stuck: bool,
     steps: usize,
 }
@@ -89,7 +89,7 @@ impl Machine {
         there.find(|it| it.id == id).expect("the instance is there")
     }
 
-    /// As a driver does it.
+    /// Behaves like a driver.
     fn change(&mut self, change: Change) {
         match change {
             Change::SwitchMigMode { on } => {
@@ -126,7 +126,7 @@ impl Machine {
         }
     }
 
-    /// One step; `None` where it was the last.
+    /// One step; `None` after the last one.
     fn step(&mut self, wanted: &Wanted) -> Option<Result<BTreeMap<Place, Partition>, Obstacle>> {
         self.steps += 1;
         match next(wanted, &self.record, &self.actual, Some(&self.geometry)) {
@@ -174,7 +174,7 @@ impl Machine {
         None
     }
 
-    /// What a plugin knows that has just begun to look.
+    /// The knowledge of a plugin that has just started.
     fn forget(&mut self) {
         self.actual.daemon = Daemon::Unknown;
         self.actual.partition_daemons.clear();
@@ -190,7 +190,7 @@ impl Machine {
         panic!("no end: {wanted:?} {self:?}");
     }
 
-    /// MIG instances do not survive a reboot, nor does the mode from Hopper on.
+    /// MIG instances do not survive a reboot; from Hopper on, MIG mode does not either.
     fn reboot(&mut self) {
         self.actual = Actual::default();
         self.has_daemon = false;
@@ -230,7 +230,7 @@ fn an_administrators_partition_is_used_as_it_is() {
     let foreign = machine.make(place("2g.20gb@4"));
     machine.foreign.insert(foreign);
     let one = wanted("2g.20gb@4");
-    // Without a compute instance it is nothing that a claim can have.
+    // Without a compute instance no claim can have it.
     assert!(matches!(machine.reach(&one), Err(Obstacle::Foreign { .. })));
     machine.change(Change::CreateComputeInstance { instance: foreign });
     let before = machine.actual.clone();
@@ -346,7 +346,7 @@ fn a_daemon_comes_and_goes_and_the_compute_mode_with_it() {
         machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
         assert!(machine.has_daemon);
         assert_eq!(machine.actual.compute_mode, ComputeMode::ExclusiveProcess);
-        // A claim of another daemon's share is released: nothing is asked of the supervisor.
+        // A claim with another daemon's share is released: the supervisor gets no request.
         machine.reach(&concurrent(WantedDaemon::Held)).unwrap();
         assert_eq!(machine.actual.daemon, Daemon::Unknown);
         machine.reach(&Wanted::default()).unwrap();
@@ -383,7 +383,7 @@ fn a_compute_mode_that_somebody_else_set_meanwhile_stays() {
 }
 
 #[test]
-fn a_daemon_ends_before_partitions_are_made_and_starts_after_mig_mode_is_off() {
+fn a_daemon_ends_before_partitions_and_starts_after_mig_mode() {
     let mut machine = Machine::new();
     machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
     machine.reach(&wanted("1g.10gb@6")).unwrap();
@@ -408,7 +408,7 @@ fn a_partitions_daemon_starts_after_it_and_ends_before_it() {
     machine.reach(&both).unwrap();
     assert_eq!(machine.daemons.len(), 2);
     assert_eq!(machine.actual.compute_mode, ComputeMode::Default);
-    // The shares of one partition are released; nothing is asked about the other's daemon.
+    // The shares of one partition are released; the supervisor gets no request about the other's daemon.
     both.partition_daemons.remove(&place("1g.10gb@0"));
     both.held.remove(&place("1g.10gb@0"));
     both.make.clear();
@@ -438,7 +438,7 @@ fn a_daemon_of_a_partition_that_was_made_again_is_another_one() {
 }
 
 #[test]
-fn a_partition_whose_daemon_does_not_end_stays_and_the_others_do_not_wait_for_it() {
+fn a_partition_with_a_stuck_daemon_stays_and_delays_no_other() {
     let mut machine = Machine::new();
     machine
         .reach(&concurrent_on("3g.40gb@4", WantedDaemon::Ready))
@@ -447,7 +447,7 @@ fn a_partition_whose_daemon_does_not_end_stays_and_the_others_do_not_wait_for_it
     machine.reach(&wanted("1g.10gb@0")).unwrap();
     let places: Vec<_> = machine.actual.instances.iter().map(|it| it.place).collect();
     assert_eq!(places, [place("3g.40gb@4"), place("1g.10gb@0")]);
-    // Nor is the GPU taken for another tier.
+    // The GPU is not used for another tier either.
     for other in [Wanted::default(), concurrent(WantedDaemon::Ready)] {
         machine.reach(&other).unwrap();
         assert!(machine.actual.mig_mode.current && machine.record.switched_mig_on);
@@ -470,15 +470,15 @@ fn no_daemon_starts_where_an_administrator_keeps_programs_away() {
 /// Something that happens between two steps.
 #[derive(Clone, Debug)]
 enum Event {
-    /// Claims come and go: these partitions are held now, some of them in concurrent shares, of a claim that is being prepared
-    /// or not.
+    /// Claims come and go: these partitions are held now, some of them in concurrent shares. A claim is being prepared,
+    /// or none is.
     Want(Vec<(prop::sample::Index, Option<bool>)>),
-    /// Concurrent shares instead; of a claim that is being prepared, or not.
+    /// Concurrent shares instead. A claim is being prepared, or none is.
     Share(bool),
-    /// So many steps are made, then the plugin is killed.
+    /// The plugin does this many steps, then it is killed.
     Steps(usize),
     Reboot,
-    /// An administrator makes an instance, with its compute instance or without.
+    /// An administrator creates an instance, with or without its compute instance.
     Make(prop::sample::Index, bool),
     /// An administrator removes one, ours or not.
     Remove(prop::sample::Index),
@@ -497,7 +497,7 @@ fn any_event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    /// Whatever interrupts, in the end the GPU has what is wanted and what others made, and nothing else.
+    /// Whatever interrupts, in the end the GPU has what is wanted and what others created, and nothing else.
     #[test]
     fn every_interruption_leads_to_the_same_end(events in prop::collection::vec(any_event(), 1..25)) {
         let mut machine = Machine::new();
@@ -534,7 +534,7 @@ proptest! {
                 Event::Make(pick, whole) => {
                     let partition = pick.get(&machine.geometry.partitions);
                     let place = Place { profile: partition.profile, start: partition.start };
-                    // Where Tranche is about to make the same one, nobody can tell whose it is.
+                    // If Tranche is about to create the same one, nobody can tell who owns it.
                     let is_ours = machine.record.instances.iter().any(|it| it.place == place && it.id.is_none());
                     if machine.actual.mig_mode.current && machine.is_free(place) && !is_ours {
                         let id = machine.make(place);

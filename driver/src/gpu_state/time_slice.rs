@@ -1,8 +1,8 @@
-//! The length of a GPU's time slices: what the policy of its timeshared shares asks for while there are any, and what it was
-//! before after the last of them.
+//! The length of a GPU's time slices: while it has timeshared shares, the length that their policy asks for; after the
+//! last of them, the length from before.
 //!
-//! The length belongs to the GPU, so claims that were planned under different policies cannot each have theirs. The one that is
-//! set stays as long as a claim was planned with it: a change of the policy disturbs nobody.
+//! A GPU has one length, so claims that were planned under different policies cannot each have their own. The length
+//! that is set stays while any claim was planned with it: a change of the policy does not disturb a running claim.
 
 use std::collections::BTreeSet;
 
@@ -30,8 +30,8 @@ pub enum NextTimeSlice {
     Done,
 }
 
-/// What brings the length of time slices nearer to what is wanted. `wanted` has what the held timeshared shares were planned
-/// with, [`Interval::Default`] being no wish; `actual` is what the driver reports.
+/// The next step that reconciles the length of time slices. `wanted` has the lengths with which the held timeshared
+/// shares were planned; [`Interval::Default`] asks for nothing. `actual` is what the driver reports.
 #[must_use]
 pub fn next_time_slice(
     wanted: &BTreeSet<Interval>,
@@ -48,7 +48,7 @@ pub fn next_time_slice(
         };
     }
     match (changed, wishes().next_back()) {
-        // Another length than ours is somebody else's, or that of a reboot.
+        // Any other length was set by somebody else, or by a reboot.
         (Some(changed), _) if actual == changed.set && changed.before != changed.set => {
             NextTimeSlice::Set(changed.before)
         }
@@ -81,7 +81,7 @@ mod tests {
             }
         }
 
-        /// Every state on the way, the last one where nothing is left to do.
+        /// Every state on the way, up to the one in which nothing is left to do.
         fn brought_to(self, wanted: &[Interval]) -> Vec<Self> {
             let wanted = wanted.iter().copied().collect();
             let mut states = vec![self];
@@ -145,7 +145,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever crashes between two steps, and whatever is wanted afterwards: in the end it is as it was.
+        /// A crash between any two steps, and any later wishes: in the end the length is as it was before.
         #[test]
         fn the_former_length_comes_back_after_a_crash_at_any_step(
             before in interval(),
@@ -164,7 +164,7 @@ mod tests {
             prop_assert_eq!(state.at_end_of(&[]), State::of(before));
         }
 
-        /// What somebody else sets meanwhile stays.
+        /// A length that somebody else sets meanwhile stays.
         #[test]
         fn somebody_elses_length_stays(before in interval(), ours in interval(), theirs in interval()) {
             let mut state = State::of(before).at_end_of(&[ours]);

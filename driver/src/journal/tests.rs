@@ -88,8 +88,8 @@ fn the_record_of_a_gpu_is_read_back() {
     );
 }
 
-/// What a later release might write: version 2, with unknown fields in every object, and a
-/// `minReader` that allows to ignore them.
+/// What a later release might write: version 2, with unknown fields in every object, and a `minReader` that allows
+/// readers to ignore them.
 #[test]
 fn what_a_later_version_added_is_ignored_where_it_says_so() {
     let mut newer = tree();
@@ -130,7 +130,7 @@ fn other_versions_are_refused_by_number() {
     let mut newer = tree();
     newer["version"] = json!(3);
     newer["minReader"] = json!(2);
-    // This version may not even be able to parse what readers must understand.
+    // This version may not even be able to parse the parts that readers must understand.
     newer["plan"] = json!({"steps": [{"step": "createMigInstance"}]});
     assert_eq!(
         refusal(&newer),

@@ -4,11 +4,11 @@
 //! interchangeable, and engines for copies and media. So a set of partitions fits on the GPU if no memory slice is taken
 //! twice, and no sum exceeds what the GPU has.
 //!
-//! **The order.** The scheduler takes the first device that fits. Profiles are in the order of their memory, then of
-//! their compute slices, so that a claim for an amount of memory gets the smallest partition that has it. The placements
-//! of a profile are tried from the last to the first: the profiles of the most compute slices can begin at the first slices
-//! only, which so stay free the longest. On an H100 the first `1g.10gb` is at slice 6: it leaves 4 slices for
-//! a `4g.40gb` and two of the others for a `2g.20gb`.
+//! **The order.** The scheduler takes the first device that fits. Profiles are sorted by their memory, then by their
+//! compute slices, so that a claim for an amount of memory gets the smallest partition that has it. The placements of a
+//! profile are tried from the last to the first: the profiles with the most compute slices can begin only at the first
+//! slices, which so stay free the longest. On an H100 the first `1g.10gb` is at slice 6: it leaves 4 slices for a
+//! `4g.40gb` and two of the others for a `2g.20gb`.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +17,7 @@ use tranche_api::quantity::CountError;
 
 use super::{Profile, ProfileError};
 
-/// Slices and engines: all that a GPU has, or what a partition takes of it.
+/// Slices and engines: all of a GPU, or those that a partition takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slices {
     /// Compute slices.
@@ -28,7 +28,7 @@ pub struct Slices {
     pub engines: [u32; ENGINES.len()],
 }
 
-/// The kinds of engines beside the multiprocessors, by the names of their counters.
+/// The kinds of engines besides the multiprocessors, by the names of their counters.
 pub const ENGINES: [&str; 5] = [
     "copy-engines",
     "decoders",
@@ -63,12 +63,12 @@ pub struct Partition {
     pub slices: Slices,
 }
 
-/// Bytes of a partition that the driver has for itself. NVML does not say how many of an instance that is not made yet;
-/// `nvidia-smi` shows less than 50 MiB in use of idle ones.
+/// Bytes of a partition that the driver reserves for itself. NVML does not report them for an instance that does not
+/// exist yet; `nvidia-smi` shows less than 50 MiB in use on idle ones.
 const RESERVED: u64 = 64 << 20;
 
 impl Partition {
-    /// Bytes that programs can have in it together.
+    /// Bytes that all programs together can have in it.
     #[must_use]
     pub const fn available_memory(&self) -> u64 {
         self.memory.saturating_sub(RESERVED)
@@ -84,16 +84,16 @@ pub struct Geometry {
     pub partitions: Vec<Partition>,
 }
 
-/// Why what the driver reports cannot be used.
+/// Why the driver's report cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GeometryError {
     /// A name that is not a profile's.
     #[error("{0}")]
     Name(#[from] ProfileError),
-    /// A profile twice.
+    /// A profile that is reported twice.
     #[error("profile {0} is there twice")]
     Twice(Profile),
-    /// A number that cannot be.
+    /// A number out of its range.
     #[error("profile {profile}: {field} is {found}, must be {expected}")]
     Number {
         /// The profile.
@@ -115,11 +115,11 @@ pub enum GeometryError {
     },
 }
 
-/// The most memory slices that are told apart.
+/// The most memory slices that a GPU can have here.
 const MOST_SLICES: u32 = u32::BITS;
 
 impl Slices {
-    /// What is left of this when `taken` is taken; `None` where that is not there.
+    /// What is left of this without `taken`; `None` if `taken` is more.
     #[must_use]
     pub fn less(self, taken: Self) -> Option<Self> {
         let mut engines = [0; ENGINES.len()];
@@ -139,7 +139,7 @@ impl Slices {
 }
 
 impl Geometry {
-    /// Checks what the driver reports, and puts the partitions in order. A profile without placements has no partition.
+    /// Checks the driver's report, and sorts the partitions. A profile without placements has no partition.
     pub fn read(reported: &MigGeometry) -> Result<Self, GeometryError> {
         let mut kinds = Vec::new();
         let mut seen = BTreeSet::new();
@@ -152,7 +152,7 @@ impl Geometry {
         }
         let whole = kinds.iter().fold(Slices::default(), Kind::widen);
         kinds.sort_by_key(|kind| {
-            // Of partitions with as much memory and compute, those without further engines are given away first.
+            // Of partitions with equal memory and compute, those without further engines come first.
             let slices = kind.slices;
             let engines = slices
                 .engines
@@ -226,7 +226,7 @@ impl Kind {
         })
     }
 
-    /// What a GPU has at least that has `whole`, and room for as many instances of this profile as the driver says.
+    /// `whole`, enlarged as far as needed for as many instances of this profile as the driver reports.
     fn widen(whole: Slices, kind: &Self) -> Slices {
         let mut wider = whole;
         wider.compute = wider.compute.max(kind.slices.compute);

@@ -64,13 +64,13 @@ impl Engines {
     }
 }
 
-/// Text that is not a profile's name.
+/// Text that is not the name of a profile.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not a MIG profile: it must look like 1g.10gb or 1g.10gb+me")]
 pub struct ProfileError(String);
 
 impl Profile {
-    /// The profile as part of a DNS label: `1g10gb`, `1g10gb-me`. No two profiles have the same.
+    /// The profile as part of a DNS label: `1g10gb`, `1g10gb-me`. Each profile has its own label.
     #[must_use]
     pub fn label(self) -> String {
         self.spell("", self.engines.label())

@@ -1,4 +1,4 @@
-//! What drivers report of some models, for tests. Source: NVIDIA's MIG User Guide, "Supported MIG Profiles".
+//! What drivers report for some models, for tests. Source: NVIDIA's MIG User Guide, "Supported MIG Profiles".
 #![allow(
     clippy::unwrap_used,
     clippy::missing_panics_doc,

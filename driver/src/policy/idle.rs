@@ -1,4 +1,4 @@
-//! What a policy says of idle claims.
+//! The part of a policy about idle claims.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,23 +12,23 @@ use tranche_api::sharing_policy::{
 
 use super::{PolicyError, PolicyProblem, matching, of, out_of_range, selector};
 
-/// What a policy says of idle claims.
+/// The part of a policy about idle claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdleRule {
-    /// Without a kernel for so long, a claim is idle.
+    /// A claim without a kernel for this long is idle.
     pub after: Duration,
-    /// What then happens.
+    /// What happens to it then.
     pub action: Action,
 }
 
 /// What happens to an idle claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// It is named, with what it would free.
+    /// It is reported, with what its release would free.
     Report,
-    /// It is named, and evicted after a time in which it, or its owner, can do something about it.
+    /// It is reported, and evicted after a grace period in which it, or its owner, can react.
     Evict {
-        /// That time.
+        /// The grace period.
         grace: Duration,
     },
 }
@@ -50,24 +50,24 @@ impl IdleRule {
     }
 }
 
-/// What is asked of idle claims of one GPU.
+/// The rules for idle claims of one GPU.
 #[derive(Clone, Debug, PartialEq)]
 pub struct IdleTerms {
-    /// As its holders' namespaces are labelled.
+    /// For holders in namespaces with these labels.
     namespaces: LabelSelector,
     terms: IdleRule,
 }
 
 impl IdleTerms {
-    /// What is asked of a claim in a namespace with these labels, if anything.
+    /// The rule for a claim in a namespace with these labels, if there is one.
     #[must_use]
     pub fn of_namespace(&self, labels: &BTreeMap<String, String>) -> Option<IdleRule> {
-        // It was tried when it was read.
+        // The selector was checked when the policy was read.
         let is_selected = selector::matches(&self.namespaces, labels).unwrap_or(false);
         is_selected.then_some(self.terms)
     }
 
-    /// The terms where the namespace does not matter: a claim is only reported.
+    /// The rule that ignores the namespace: a claim is only reported.
     #[must_use]
     pub fn report(&self) -> IdleRule {
         IdleRule {
@@ -83,14 +83,14 @@ impl IdleTerms {
         Self { terms, ..self }
     }
 
-    /// After how long without a kernel a claim is idle.
+    /// The time without a kernel after which a claim is idle.
     #[must_use]
     pub fn after(&self) -> Duration {
         self.terms.after
     }
 }
 
-/// What the policies ask of idle claims of `gpu` on a node with these labels; `None` where they ask nothing.
+/// The rules of the policies for idle claims of `gpu` on a node with these labels; `None` without rules.
 pub fn idle(
     policies: &[SharingPolicy],
     labels: &BTreeMap<String, String>,
@@ -105,7 +105,7 @@ pub fn idle(
     terms(idle).map_err(|problem| of(policy, problem))
 }
 
-/// The policy's numbers, checked. `None` where it selects no namespace.
+/// The policy's numbers, checked. `None` if it selects no namespace.
 pub(super) fn terms(policy: &IdlePolicy) -> Result<Option<IdleTerms>, PolicyProblem> {
     let after = seconds(
         "spec.idle.afterSeconds",

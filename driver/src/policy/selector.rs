@@ -1,10 +1,10 @@
-//! Label selectors, evaluated as the API server evaluates them.
+//! Label selectors, evaluated like in the API server.
 
 use std::collections::BTreeMap;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
 
-/// A selector that makes no sense.
+/// An invalid selector.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SelectorError {
     /// The operator does not exist.
@@ -46,7 +46,8 @@ pub(super) fn matches(
         .flatten()
         .all(|(key, value)| labels.get(key) == Some(value));
     for (index, expression) in selector.match_expressions.iter().flatten().enumerate() {
-        // Evaluated even when all is lost: whether a selector is good must not depend on labels.
+        // Each expression is evaluated, even after a mismatch: whether a selector is valid must not depend on the
+        // labels.
         all &= holds(index, expression, labels)?;
     }
     Ok(all)

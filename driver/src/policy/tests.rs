@@ -228,7 +228,7 @@ fn terms_are_exact_numbers() {
 }
 
 #[test]
-fn profiles_of_shared_partitions_are_read_as_those_of_partitions() {
+fn shared_partitions_read_profiles_as_partitions_do() {
     let of_tier: [(_, fn(Terms) -> _); 2] = [
         ("capped", |terms| terms.capped.on_partitions),
         ("concurrent", |terms| terms.concurrent_on_partitions),
@@ -358,7 +358,7 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
 }
 
 #[test]
-fn a_bad_policy_is_not_replaced_by_a_weaker_one_and_hurts_no_other_gpu() {
+fn a_bad_policy_refuses_its_gpus_and_leaves_the_others_alone() {
     let policies = [
         policy(
             "bad",
@@ -372,8 +372,8 @@ fn a_bad_policy_is_not_replaced_by_a_weaker_one_and_hurts_no_other_gpu() {
     assert!(terms(&policies, &labels(&[]), &other).is_ok());
 }
 
-/// Policies, and the field by which each is refused. The suite on the cluster gives the same ones
-/// to the API server: its rules and ours must agree.
+/// Policies, and the field for which each is refused. The suite on the cluster gives the same ones to the API server:
+/// its rules and ours must agree.
 const SHARED: &str = include_str!("../../../api/testdata/sharing-policies.json");
 
 #[test]
@@ -387,7 +387,7 @@ fn the_api_servers_rules_and_ours_agree() {
                 let problem = Terms::try_from(&spec).expect_err("refused").to_string();
                 assert!(problem.starts_with(field), "{case}: {problem}");
             }
-            // What the types cannot hold the schema must not let pass.
+            // The schema must refuse what the types cannot hold.
             (Some(_), Err(_)) => {}
         }
     }
@@ -460,7 +460,7 @@ fn an_invalid_selector_counts_only_where_the_policy_could_hold() {
 }
 
 #[test]
-fn a_context_is_as_large_as_the_policy_says_else_as_measured_else_assumed() {
+fn a_context_size_is_set_by_policy_else_measured_else_assumed() {
     let context = |capped: &Value, measured: Option<&str>| {
         let mut gpu = gpu(0);
         gpu.context_memory = measured.map(|text| text.parse().unwrap());
@@ -480,7 +480,7 @@ fn a_context_is_as_large_as_the_policy_says_else_as_measured_else_assumed() {
 }
 
 #[test]
-fn every_name_of_a_capability_has_its_libraries_and_others_are_refused() {
+fn every_capability_has_its_libraries_and_others_are_refused() {
     let extra = |names: &[&str]| {
         let spec = json!({"tiers": ["capped"], "capped": {"driverCapabilities": names}});
         let published = published(&[policy("p", &spec)], &labels(&[]), &gpu(0));
@@ -506,7 +506,7 @@ fn every_name_of_a_capability_has_its_libraries_and_others_are_refused() {
     );
 }
 
-/// Fields of a policy that hold anything at all, some of it nearly right.
+/// Fields of a policy with any content, some of it nearly valid.
 fn any_spec() -> impl Strategy<Value = Value> {
     let word = prop_oneof![
         prop::sample::select(vec![
@@ -591,7 +591,7 @@ fn any_spec() -> impl Strategy<Value = Value> {
 }
 
 proptest! {
-    /// What cannot be decoded is refused by the schema before it gets here.
+    /// The schema refuses a policy that cannot be decoded, so it never gets here.
     #[test]
     fn any_policy_that_decodes_is_planned_or_refused_by_its_field(spec in any_spec()) {
         let Ok(decoded) = serde_json::from_value::<SharingPolicySpec>(spec.clone()) else {

@@ -20,7 +20,7 @@ pub enum Conflict {
         uuid: String,
         /// The claim that holds it, `namespace/name`.
         holder: String,
-        /// In which tier.
+        /// The tier.
         tier: Tier,
     },
     /// One GPU serves one tier at a time.
@@ -32,10 +32,11 @@ pub enum Conflict {
         uuid: String,
         /// The claim that holds it, `namespace/name`.
         holder: String,
-        /// In which tier.
+        /// The tier.
         tier: Tier,
     },
-    /// What must lie on the GPU of the shares' memory together exceeds the GPU's memory, or the partition's.
+    /// The parts of the shares' memory that must be on the GPU together exceed the memory of the GPU, or of the
+    /// partition.
     #[error(
         "{}GPU {uuid}: the shares' memory would add up to {} of {}; held by {}",
         of.map(partition_of).unwrap_or_default(),
@@ -68,7 +69,7 @@ pub enum Conflict {
         /// Who holds shares, `namespace/name`.
         holders: Vec<String>,
     },
-    /// Another claim has all of the partition, or shares of it in another tier.
+    /// Another claim has the whole partition, or shares of it in another tier.
     #[error(
         "{}GPU {uuid} is held by claim {holder} in the tier {tier}: wait until that claim is released",
         partition_of(*place)
@@ -80,10 +81,10 @@ pub enum Conflict {
         place: Place,
         /// The claim that holds it, `namespace/name`.
         holder: String,
-        /// In which tier.
+        /// The tier.
         tier: Tier,
     },
-    /// The partition takes slices or engines that others have.
+    /// The partition needs slices or engines that others have.
     #[error(
         "GPU {uuid}: other claims' partitions leave no room for {} at memory slice {}; held by {}",
         place.profile, place.start, holders.join(", ")
@@ -113,7 +114,7 @@ impl Conflict {
     }
 }
 
-/// Words for a partition before its GPU.
+/// The text that names a partition before its GPU.
 pub(super) fn partition_of(place: Place) -> String {
     format!("{} at memory slice {} of ", place.profile, place.start)
 }
@@ -137,7 +138,7 @@ struct GpuHoldings {
 /// What is held of a partition.
 #[derive(Debug)]
 struct PartitionHoldings {
-    /// The tier in which claims have it.
+    /// The tier in which claims hold it.
     tier: Tier,
     holders: Vec<String>,
     shares: Shares,
@@ -162,7 +163,7 @@ pub(super) struct Total<'a> {
 }
 
 impl Holdings {
-    /// The sum of what the plans hold. They were checked when they were made.
+    /// The sum of what the plans hold. They were checked when they were created.
     pub(super) fn of<'a>(plans: impl Iterator<Item = &'a PreparationPlan>) -> Self {
         let mut holdings = Self::default();
         for plan in plans {
@@ -174,7 +175,7 @@ impl Holdings {
         holdings
     }
 
-    /// Adds a device if it does not conflict with what is held of its GPU.
+    /// Adds a device if it does not conflict with what is held on its GPU.
     pub(super) fn add(
         &mut self,
         device: &PreparedDevice,
@@ -234,7 +235,7 @@ impl Shares {
         self.cores += cores;
     }
 
-    /// Refuses a share for which these leave no room.
+    /// Refuses a share for which the held shares leave no room.
     fn leave_room(
         &self,
         device: &PreparedDevice,
@@ -268,7 +269,7 @@ impl Shares {
 }
 
 impl GpuHoldings {
-    /// Nothing, of a GPU that is about to serve a device.
+    /// The empty state of a GPU that is about to serve a device.
     fn none(device: &PreparedDevice) -> Self {
         Self {
             tier: device.gpu_tier(),
@@ -327,7 +328,7 @@ impl GpuHoldings {
         held.shares.leave_room(device, total.memory, &held.holders)
     }
 
-    /// Whether the GPU has `place` beside all that are held.
+    /// Whether the GPU has room for `place` beside everything that is held.
     fn leaves_room(&self, place: Place, geometry: Option<&Geometry>) -> bool {
         let Some(geometry) = geometry else {
             return false;

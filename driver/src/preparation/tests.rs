@@ -137,7 +137,7 @@ fn a_concurrent_share_has_its_caps_by_mps_and_the_shim() {
     assert!(!held_of(&gpu(0).uuid, [&other]).mps);
 }
 
-/// What an allocator that ignores counters might give away.
+/// What an allocator that ignores counters might allocate.
 #[test]
 fn a_concurrent_share_goes_with_no_other_tier() {
     let held = prepared("held", &[concurrent(0, "20Gi", "60")], &[]);
@@ -166,7 +166,7 @@ fn a_concurrent_share_goes_with_no_other_tier() {
 }
 
 #[test]
-fn a_device_without_cap_gets_a_page_that_says_so_and_the_plain_driver() {
+fn an_uncapped_device_gets_an_uncapped_page_and_the_driver() {
     for result in [
         plain("gpu-00000001"),
         timeshared(1),
@@ -394,7 +394,7 @@ fn a_claims_own_earlier_plan_is_no_conflict() {
     );
 }
 
-/// Results on two GPUs in all tiers, many of which conflict.
+/// Results on two GPUs in all tiers; many of them conflict.
 fn any_results() -> impl Strategy<Value = Vec<Value>> {
     let one =
         (0..3_u32, 0..5_u32, 1..90_u64, 1..=100_u8).prop_map(
@@ -453,7 +453,7 @@ proptest! {
 }
 
 #[test]
-fn libraries_that_a_policy_names_come_before_the_shim_and_only_to_capped_devices() {
+fn named_libraries_precede_the_shim_and_only_on_capped_devices() {
     let allocation = allocation("a", &[capped("1Gi", "10"), plain("gpu-00000001")]);
     let inventory = inventory(vec![gpu(0), gpu(1)]);
     let before = plan(&allocation, &inventory, []).unwrap();

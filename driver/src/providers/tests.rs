@@ -35,7 +35,7 @@ fn names(sockets: &[&str]) -> BTreeSet<String> {
 }
 
 #[test]
-fn a_gpu_that_a_device_plugin_offers_is_withheld_and_the_other_is_not() {
+fn only_the_gpu_that_a_device_plugin_offers_is_withheld() {
     let uuid = gpu(1).uuid;
     for (resource, id, reason) in [
         ("nvidia.com/gpu", uuid.clone(), "NvidiaDevicePlugin"),
@@ -80,7 +80,7 @@ fn devices_of_other_hardware_are_nobodys_concern() {
 }
 
 #[test]
-fn a_gpu_stays_withheld_while_a_pod_of_a_plugin_that_is_gone_holds_it() {
+fn a_gpu_stays_withheld_while_a_gone_plugins_pod_holds_it() {
     let seen = kubelet(Kubelet {
         held: vec![(
             "team/train".to_owned(),
@@ -94,7 +94,7 @@ fn a_gpu_stays_withheld_while_a_pod_of_a_plugin_that_is_gone_holds_it() {
 }
 
 #[test]
-fn a_live_plugin_of_which_the_kubelet_tells_nothing_takes_all_gpus() {
+fn a_live_plugin_that_the_kubelet_omits_takes_all_gpus() {
     let seen = Seen {
         kubelet: Some(Err("no such file".to_owned())),
         plugin_sockets: names(&["nvidia-gpu.sock"]),
@@ -103,13 +103,13 @@ fn a_live_plugin_of_which_the_kubelet_tells_nothing_takes_all_gpus() {
     assert_eq!(withheld(&seen), [gpu(0).uuid, gpu(1).uuid]);
     let message = verdict(&two(), &seen).withheld[0].message.clone();
     assert!(message.contains("nvidia-gpu.sock"), "{message}");
-    // Where the kubelet answers, its answer counts: the plugin may serve other GPUs, or none yet.
+    // If the kubelet answers, its answer counts: the plugin may serve other GPUs, or none yet.
     let answered = Seen {
         kubelet: Some(Ok(Kubelet::default())),
         ..seen
     };
     assert_eq!(withheld(&answered), [""; 0]);
-    // A kubelet that does not answer is no reason by itself.
+    // A kubelet that does not answer is not a reason by itself.
     let quiet = Seen {
         kubelet: Some(Err("no such file".to_owned())),
         ..Seen::default()
@@ -118,7 +118,7 @@ fn a_live_plugin_of_which_the_kubelet_tells_nothing_takes_all_gpus() {
 }
 
 #[test]
-fn nvidias_dra_driver_takes_the_gpus_of_its_slices_while_it_runs() {
+fn nvidias_dra_driver_takes_its_slices_gpus_while_it_runs() {
     let slices = BTreeMap::from([
         ("gpu-1".to_owned(), gpu(1).uuid),
         ("gpu-9".to_owned(), "GPU-of-another-node".to_owned()),
@@ -143,7 +143,7 @@ fn nvidias_dra_driver_takes_the_gpus_of_its_slices_while_it_runs() {
 }
 
 #[test]
-fn a_pod_of_nvidias_dra_driver_keeps_its_gpu_and_all_where_nobody_knows_which() {
+fn a_pod_of_nvidias_dra_driver_keeps_its_gpu_or_else_all_gpus() {
     let holds = Kubelet {
         claimed: vec![("team/train".to_owned(), "gpu-1".to_owned())],
         ..Kubelet::default()

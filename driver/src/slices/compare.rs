@@ -12,24 +12,23 @@ use k8s_openapi::api::resource::v1::ResourceSliceSpec;
 use serde_json::Value;
 use tranche_api::Quantity;
 
-/// A place at which two specs differ.
+/// A position at which two specs differ.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Difference {
-    /// The path to it: names of fields, keys and positions.
+    /// Its path: names of fields, keys and positions.
     pub(super) path: Vec<String>,
-    /// Whether the first spec has a value there and the second has none.
+    /// Whether only the first spec has a value there.
     pub(super) lost: bool,
 }
 
-/// Whether two specs mean the same: quantities are compared by value, a missing field is equal to
-/// an empty one, the order of devices is significant. The time at which a taint was added is
-/// compared only where both have one.
+/// Whether two specs mean the same: quantities are compared by value, a missing field equals an empty one, and the
+/// order of devices is significant. The time at which a taint was added is compared only if both have one.
 #[must_use]
 pub fn same(desired: &ResourceSliceSpec, stored: &ResourceSliceSpec) -> bool {
     differences(desired, stored).is_empty()
 }
 
-/// All places at which two specs differ.
+/// All positions at which two specs differ.
 pub(super) fn differences(
     desired: &ResourceSliceSpec,
     stored: &ResourceSliceSpec,
@@ -105,7 +104,7 @@ impl Walk {
     }
 }
 
-/// Whether strings at this path are quantities: everything of a capacity, and the value of a counter.
+/// Whether strings at this path are quantities: everything in a capacity, and the value of a counter.
 fn is_quantity(path: &[&str]) -> bool {
     matches!(
         path,
@@ -115,11 +114,11 @@ fn is_quantity(path: &[&str]) -> bool {
     )
 }
 
-/// A 64-bit hash of what a slice's spec means, without its pool: equal for two specs that are
-/// [`same`] but for the pool and for the times at which taints were added.
+/// A 64-bit hash of the meaning of a slice's spec, without its pool. It is equal for two specs that are [`same`] except
+/// for the pool and the times at which taints were added.
 ///
-/// It stands for a stored slice where many are to be compared and none is to be kept. It holds
-/// within one process: it is never stored.
+/// It replaces the slice where many slices are compared and none is kept. It is valid only within one process, so it is
+/// never stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Digest(u64);
 
@@ -137,7 +136,7 @@ impl Digest {
     }
 }
 
-/// Feeds the meaning of a value into the hash; what means nothing leaves no trace.
+/// Adds the meaning of a value to the hash; empty values add nothing.
 fn digest<'a>(value: &'a Value, path: &mut Vec<&'a str>, hasher: &mut DefaultHasher) {
     match value {
         Value::Null => {}

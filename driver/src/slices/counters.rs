@@ -1,8 +1,8 @@
 //! The counters of a GPU, which its devices consume.
 //!
-//! A GPU that MIG can divide has one counter for every memory slice, because a partition takes
-//! certain adjacent ones, one counter for its compute slices, which are interchangeable, and one for
-//! each kind of its engines. Any other GPU has one counter. A whole GPU takes all counters, in every tier.
+//! A GPU that MIG can divide has one counter for every memory slice, because a partition takes certain adjacent ones;
+//! one counter for its compute slices, which are interchangeable; and one for each kind of its engines. Any other GPU
+//! has one counter. A whole GPU takes all counters, in every tier.
 
 use std::collections::BTreeMap;
 
@@ -25,7 +25,7 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// All counters of the GPU. `geometry` is how MIG divides it, where that is known.
+    /// All counters of the GPU. `geometry` says how MIG divides it, if that is known.
     pub(super) fn of(uuid: GpuUuid, geometry: Option<&Geometry>) -> Self {
         if let Some(geometry) = geometry {
             return Self::of_slices(uuid, &geometry.whole);
@@ -36,12 +36,14 @@ impl Counters {
         }
     }
 
-    /// Slices and engines of the GPU, all of them or what a partition takes.
+    /// Slices and engines: all of the GPU, or those that a partition takes.
     pub(super) fn of_slices(uuid: GpuUuid, slices: &Slices) -> Self {
-        let memory = (0..u32::BITS).filter(|slice| slices.memory >> slice & 1 == 1);
-        let memory = memory.map(|slice| (format!("memory-slice-{slice}"), 1));
-        let engines = mig::ENGINES.map(str::to_owned).into_iter();
-        let engines = engines
+        let memory = (0..u32::BITS)
+            .filter(|slice| slices.memory >> slice & 1 == 1)
+            .map(|slice| (format!("memory-slice-{slice}"), 1));
+        let engines = mig::ENGINES
+            .map(str::to_owned)
+            .into_iter()
             .zip(slices.engines)
             .filter(|(_, engines)| *engines > 0);
         let amounts = memory
@@ -78,8 +80,8 @@ impl Counters {
         }
     }
 
-    /// Adds this to the set of a GPU that is gone, whose counters are known only from what its
-    /// devices consume: a whole GPU takes all.
+    /// Adds this to the set of a GPU that is gone. Its counters are known only from what its devices consume: a whole
+    /// GPU takes all of them.
     pub(super) fn add_to(&self, set: &mut CounterSet) {
         set.name = set_name(self.uuid);
         for (name, amount) in &self.amounts {

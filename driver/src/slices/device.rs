@@ -29,7 +29,7 @@ const LONGEST_VALUE: usize = 64;
 /// All of a GPU's time, percent.
 const ALL_CORES: u64 = crate::policy::ALL_CORES as u64;
 
-/// A fact that does not fit into an attribute.
+/// A property that does not fit into an attribute.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AttributeError {
     /// Not a version.
@@ -40,7 +40,7 @@ pub enum AttributeError {
         /// Its value.
         value: String,
     },
-    /// Too long, and two values might be the same when cut.
+    /// Too long; cut values might be equal.
     #[error("{field} {value:?} is longer than {LONGEST_VALUE} bytes")]
     TooLong {
         /// The field of the inventory.
@@ -65,17 +65,17 @@ pub(super) struct Parent<'a> {
     pub(super) inventory: &'a Inventory,
     pub(super) gpu: &'a Gpu,
     pub(super) uuid: GpuUuid,
-    /// What of its UUID is in the names of its devices.
+    /// The part of its UUID that is in the names of its devices.
     pub(super) prefix: UuidPrefix,
     /// All of its counters.
     pub(super) counters: &'a Counters,
-    /// How MIG divides it, where its node describes that.
+    /// How MIG divides it, if its node reports that.
     pub(super) geometry: &'a Result<Option<Geometry>, GeometryError>,
 }
 
-/// The order in which the scheduler is to try the tiers: shared ones first, so that a claim that accepts both gets a part
-/// of a shared GPU, and partitions before the whole GPU; otherwise the stronger isolation first. Partitions that are shared come
-/// just before all partitions: a GPU that claims share as a whole is tried before one of its partitions would be opened.
+/// The order in which the scheduler tries the tiers. Shared ones come first, so that a claim that accepts both gets a
+/// part of a shared GPU. Partitions come before the whole GPU; otherwise the stronger isolation comes first. Shared
+/// partitions come just before exclusive ones: a GPU that is shared as a whole is tried before one of its partitions.
 const ORDER: [Tier; 6] = [
     Tier::Capped,
     Tier::Concurrent,
@@ -85,7 +85,7 @@ const ORDER: [Tier; 6] = [
     Tier::Exclusive,
 ];
 
-/// The devices under which a GPU is offered. Whole GPUs consume all of its counters. An error concerns every tier.
+/// The devices under which a GPU is offered. Whole GPUs consume all of its counters. An error applies to every tier.
 pub(super) fn of_gpu(parent: &Parent<'_>, terms: &Terms) -> Result<Offer, OfferError> {
     let Parent { inventory, gpu, .. } = *parent;
     let memory = Memory::read(gpu)?;
@@ -158,8 +158,8 @@ fn is_untested(inventory: &Inventory) -> bool {
     !inventory.unknown_functions.is_empty()
 }
 
-/// A vGPU is shared like a GPU: cap and time slices are a matter of the driver in the virtual machine. What divides the GPU
-/// itself is the host's. MPS is left out because its limits are a promise that nobody makes for vGPUs.
+/// A vGPU is shared like a GPU: the driver in the virtual machine does caps and time slices. Only the host can divide
+/// the GPU itself. MPS is left out because NVIDIA does not promise its limits for vGPUs.
 fn works_in_guest(tier: Tier, gpu: &Gpu) -> Result<(), OfferError> {
     let why = match tier {
         _ if !gpu.is_vgpu() => return Ok(()),
@@ -171,7 +171,7 @@ fn works_in_guest(tier: Tier, gpu: &Gpu) -> Result<(), OfferError> {
     Err(OfferError::VgpuGuest { tier, why })
 }
 
-/// MPS has limits for each client on GPUs of compute capability 7.0, Volta, and later. What VFIO needs, the node has looked for.
+/// MPS has limits for each client on GPUs of compute capability 7.0 (Volta) and later. The node checks what VFIO needs.
 fn supported(tier: Tier, gpu: &Gpu) -> Result<(), OfferError> {
     if tier == Tier::Passthrough {
         return match &gpu.vfio {
@@ -193,7 +193,7 @@ fn supported(tier: Tier, gpu: &Gpu) -> Result<(), OfferError> {
     Ok(())
 }
 
-/// Only where the shim keeps a cap can functions that it does not know bypass it.
+/// Functions that the shim does not know can bypass a cap only in tiers in which the shim enforces one.
 fn taints(inventory: &Inventory, tier: Tier, terms: &Terms) -> Option<Vec<DeviceTaint>> {
     let escapes = is_untested(inventory) && tier.has_shim();
     (escapes && terms.capped.untested_driver == UntestedDriver::Taint)
@@ -341,7 +341,7 @@ fn places(most: u32) -> DeviceCapacity {
     }
 }
 
-/// A place that one share can ask for; the others take nothing of it.
+/// One unit, which only one share at a time can have. Shares that do not ask for it take none.
 fn anti_affinity() -> DeviceCapacity {
     let [none, one] = [0, 1].map(Quantity::from_count);
     DeviceCapacity {
@@ -357,8 +357,8 @@ fn anti_affinity() -> DeviceCapacity {
 /// Every share consumes the size of one context; its allocation contains that size.
 fn contexts(terms: &CappedTerms, sharers: u32) -> DeviceCapacity {
     let one = Quantity::from_bytes(terms.context_memory);
-    // `sharers` is the limit. Shares that were allocated before the node measured the size still count
-    // with the size of that time, and must not take the place of others.
+    // `sharers` is the limit. Shares that were allocated before the node measured the size still count with the earlier
+    // size, and must not displace others.
     let all = terms
         .context_memory
         .max(UNMEASURED_CONTEXT)
@@ -477,7 +477,7 @@ fn int(value: i64) -> DeviceAttribute {
     }
 }
 
-/// A string for people; cut where it is longer than the API allows.
+/// A string for people; cut if it is longer than the API allows.
 fn text(value: &str) -> DeviceAttribute {
     let end = (0..=LONGEST_VALUE.min(value.len()))
         .rev()
@@ -500,8 +500,8 @@ fn exact_text(field: &'static str, value: &str) -> Result<DeviceAttribute, Attri
     Ok(text(value))
 }
 
-/// A semantic version from NVIDIA's: three numbers without leading zeros; the rest is left out.
-/// `535.261.03` is `535.261.3`, `12.2` is `12.2.0`.
+/// A semantic version from NVIDIA's version: three numbers without leading zeros; the rest is dropped. `535.261.03`
+/// becomes `535.261.3`, `12.2` becomes `12.2.0`.
 fn version(field: &'static str, value: &str) -> Result<DeviceAttribute, AttributeError> {
     let refuse = || AttributeError::Version {
         field,

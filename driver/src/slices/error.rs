@@ -40,7 +40,7 @@ pub(super) enum OfferError {
         /// Why.
         problem: CountError,
     },
-    /// The policy keeps so much free that nothing is left to share.
+    /// The policy reserves so much that nothing is left to share.
     #[error(
         "of {} in total, {} reserved by the driver and {} for CUDA contexts leave {}, less than two steps of {}: lower contextMemory, expectedSharers or memoryStep in the SharingPolicy, or do not offer the tiers capped and concurrent for this GPU",
         Quantity::from_bytes(*total), Quantity::from_bytes(*reserved),
@@ -77,15 +77,15 @@ pub(super) enum OfferError {
         /// As in the inventory.
         capability: String,
     },
-    /// No IOMMU keeps a virtual machine's GPU to the machine's memory.
+    /// Without an IOMMU a virtual machine's GPU could access all memory of the machine.
     #[error(
         "the GPU has no IOMMU group: switch the IOMMU on in the firmware and in the kernel's command line (`intel_iommu=on` or `amd_iommu=on`), or do not offer the tier passthrough for this GPU"
     )]
     NoIommu,
-    /// No virtual machine can get the GPU.
+    /// The GPU cannot be given to a virtual machine.
     #[error("{0}; or do not offer the tier passthrough for this GPU")]
     NoVfio(String),
-    /// A vGPU is not divided or given away by the virtual machine that has it.
+    /// The virtual machine that has a vGPU cannot divide it or give it away.
     #[error("the GPU is a vGPU: {why}; do not offer the tier {tier} for this GPU")]
     VgpuGuest {
         /// What is not offered.
@@ -106,7 +106,7 @@ pub(super) enum OfferError {
         "the driver does not report how MIG divides the GPU: it has no MIG, or its driver is too old"
     )]
     NotDivided,
-    /// What the driver reports of MIG makes no sense.
+    /// The driver's report about MIG is invalid.
     #[error("migGeometries: {0}")]
     Geometry(GeometryError),
     /// The GPU has none of the profiles that the policy offers.
@@ -131,7 +131,7 @@ pub(super) enum OfferError {
         /// Why.
         error: Box<OfferError>,
     },
-    /// An instance where none of its profile can be.
+    /// An instance at a slice where its profile has no placement.
     #[error(
         "migInstances has a {profile} at slice {start}, where the driver says that none can be: no partition is offered while it is there"
     )]
@@ -151,7 +151,7 @@ pub(super) enum OfferError {
         /// As in the inventory.
         architecture: String,
     },
-    /// A fact of the GPU that does not fit into an attribute.
+    /// A property of the GPU that does not fit into an attribute.
     #[error(transparent)]
     Attribute(#[from] AttributeError),
 }

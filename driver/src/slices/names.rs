@@ -1,4 +1,4 @@
-//! Names of slices, and the node names that they can be made from.
+//! Names of slices, and the node names from which they are formed.
 
 use std::fmt;
 
@@ -54,7 +54,7 @@ pub(super) fn check_node(name: &str) -> Result<(), NodeNameError> {
     Ok(())
 }
 
-/// `<position>-<driver>-<node>-<hash>`, the node's name cut where that would be too long.
+/// `<position>-<driver>-<node>-<hash>`; the node's name is cut if that would be too long.
 ///
 /// The hash distinguishes nodes whose names begin with the same text, and a node from an earlier
 /// one of the same name, whose slices may still exist.

@@ -49,7 +49,7 @@ fn planned(inventory: &Inventory, policies: &[SharingPolicy]) -> SlicePlan {
     plan(&input(inventory, policies, &BTreeMap::new())).unwrap()
 }
 
-/// The plan where these devices are published, of which the API server would store everything.
+/// The plan after these devices were published and the API server stored all of each.
 fn replanned(
     inventory: &Inventory,
     policies: &[SharingPolicy],
@@ -60,8 +60,8 @@ fn replanned(
         withheld,
         retained: &whole(published),
         ..input(inventory, policies, &BTreeMap::new())
-    });
-    let plan = plan.unwrap();
+    })
+    .unwrap();
     limits::check(&objects(&plan));
     plan
 }
@@ -84,7 +84,7 @@ fn devices(plan: &SlicePlan) -> Vec<Device> {
         .collect()
 }
 
-/// Published devices of which all was read.
+/// Published devices that were read completely.
 fn whole(devices: &[Device]) -> Vec<PublishedDevice> {
     devices
         .iter()
@@ -112,7 +112,7 @@ fn two_gpus_under_a_plain_policy() {
 }
 
 #[test]
-fn shared_devices_come_before_the_exclusive_one_and_gpus_by_pci_address() {
+fn shared_devices_come_first_and_gpus_sort_by_pci_address() {
     let plan = planned(&inventory(vec![gpu(10), gpu(2)]), &[all_tiers()]);
     assert_eq!(
         names(&plan),
@@ -146,7 +146,7 @@ fn counters_are_split_by_eights() {
 }
 
 #[test]
-fn a_gpu_with_more_devices_than_a_slice_can_have_goes_on_in_the_next() {
+fn a_gpu_with_too_many_devices_for_a_slice_uses_the_next_too() {
     let mut inventory = inventory(vec![gpu(0), gpu(1)]);
     let uuids = [gpu(0).uuid, gpu(1).uuid];
     inventory.mig_geometries = vec![tables::h100(&uuids.each_ref().map(|it| &**it))];
@@ -180,7 +180,7 @@ fn a_gpu_with_more_devices_than_a_slice_can_have_goes_on_in_the_next() {
 }
 
 #[test]
-fn an_mps_daemon_that_does_not_answer_closes_concurrent_shares_of_the_gpu_and_its_partitions() {
+fn a_silent_mps_daemon_closes_concurrent_shares_of_its_gpu() {
     let mut inventory = inventory(vec![gpu(0)]);
     inventory.mig_geometries = vec![tables::h100(&[&gpu(0).uuid])];
     let policies = [policy(
@@ -408,7 +408,7 @@ fn a_change_of_any_field_keeps_every_device_under_its_name() {
         closed.retain(is_closed);
         let expected: BTreeSet<_> = withdrawn.iter().map(ToString::to_string).collect();
         assert_eq!(named(closed), expected, "{rest}");
-        // Whatever has the GPU keeps all of it from the other tiers.
+        // Every device takes the whole GPU from the other tiers.
         for device in devices(&after) {
             let consumed = &device.consumes_counters.unwrap()[0];
             let whole = &devices(&before)[0].consumes_counters.clone().unwrap()[0];
@@ -501,7 +501,7 @@ fn a_gpu_is_offered_to_virtual_machines_where_vfio_can_have_it() {
             ("gpu-00000000", None)
         ]
     );
-    // A claim takes all of the GPU, however it is offered.
+    // A claim takes the whole GPU, in every tier.
     assert_eq!(free[0].consumes_counters, free[1].consumes_counters);
     assert_eq!(capacities(&free[0]), capacities(&free[1]));
 
@@ -523,7 +523,7 @@ fn a_gpu_is_offered_to_virtual_machines_where_vfio_can_have_it() {
     }
 }
 
-/// What only partitions have.
+/// Attributes that only partitions have.
 pub(in crate::slices) const PARTITION_ATTRIBUTES: [&str; 2] =
     [attribute::PROFILE, attribute::PARENT_UUID];
 pub(in crate::slices) const PARTITION_CAPACITIES: [&str; 6] = [
@@ -559,11 +559,11 @@ fn versions_are_semantic_and_long_names_cut() {
     assert!(!attributes.contains_key(attribute::NUMA_NODE));
 }
 
-/// What makes a GPU odd, the spec of its policy, and what is expected to be withheld.
+/// An unusual GPU, the spec of its policy, and the expected reasons.
 type OddGpu = (fn(&mut Gpu), Value, WithheldGpu);
 
-/// Everything in which one of two GPUs may be odd: the description, the policy of its product, and
-/// what is said of it.
+/// Everything in which one of two GPUs may be unusual: the description, the policy of its product, and the expected
+/// reason.
 fn odd_gpus() -> Vec<OddGpu> {
     let uuid = gpu(1).uuid;
     let all = json!({"tiers": ["exclusive", "capped", "timeshared"]});
@@ -672,7 +672,7 @@ fn one_odd_gpu_costs_its_own_devices_only() {
 }
 
 #[test]
-fn two_gpus_under_one_name_are_both_withheld_and_the_third_is_offered() {
+fn two_gpus_with_one_name_are_withheld_and_a_third_is_offered() {
     let uuid = gpu(1).uuid;
     let twin = Gpu {
         uuid: uuid.clone(),
@@ -701,7 +701,7 @@ fn two_gpus_under_one_name_are_both_withheld_and_the_third_is_offered() {
 }
 
 #[test]
-fn what_the_node_withholds_is_not_offered_and_stays_tainted_where_it_is_allocated() {
+fn a_withheld_gpu_is_not_offered_and_is_tainted_if_allocated() {
     let (inventory, policies) = (inventory(vec![gpu(0), gpu(1)]), [all_tiers()]);
     let before = devices(&planned(&inventory, &policies));
     let retained: Vec<_> = before
@@ -779,7 +779,7 @@ fn a_held_device_stays_with_a_taint() {
 }
 
 #[test]
-fn a_device_that_is_no_longer_offered_is_lacking_until_all_of_it_was_read() {
+fn a_device_no_longer_offered_is_missing_until_fully_read() {
     let (all, labels) = (inventory(vec![gpu(0), gpu(1)]), BTreeMap::new());
     let before = devices(&planned(&all, &[all_tiers()]));
     let known: Vec<_> = before
@@ -818,7 +818,7 @@ fn a_device_that_is_no_longer_offered_is_lacking_until_all_of_it_was_read() {
 }
 
 #[test]
-fn a_driver_that_nobody_tested_closes_the_tier_that_it_may_escape() {
+fn an_untested_driver_closes_the_tier_that_it_may_escape() {
     let mut newer = inventory(vec![gpu(0)]);
     newer.unknown_functions = vec!["cuAskTheFuture".to_owned()];
     let allow = policy(

@@ -1,4 +1,4 @@
-//! Stranded slices of known layouts, and against a search of all sets of partitions.
+//! Stranded slices of known layouts, and a comparison with a search of all sets of partitions.
 
 use proptest::prelude::*;
 
@@ -45,7 +45,7 @@ fn seven_small_partitions_strand_a_memory_slice() {
 
 #[test]
 fn what_a_policy_does_not_offer_strands_too() {
-    // The last memory slice belongs to larger partitions only, which begin at slice 6 or before.
+    // Only larger partitions have the last memory slice, and they begin at slice 6 or before.
     assert_eq!(left(&[("1g.10gb", 6)], &[]).stranded, slices(0, 1));
     // Of the free memory slices 0 to 5 and 7, only 0 to 3 are a placement of the profile.
     let left = left(&[("1g.10gb", 6)], &["3g.40gb"]);
@@ -76,7 +76,7 @@ fn partitions_that_cannot_be_are_refused() {
     ));
 }
 
-/// The most that any set of partitions uses, by trying all.
+/// The most slices that any set of partitions uses, found by trying all sets.
 fn search(free: Slices, possible: &[Slices]) -> SliceCount {
     let Some((first, others)) = possible.split_first() else {
         return SliceCount::default();
@@ -93,7 +93,7 @@ fn search(free: Slices, possible: &[Slices]) -> SliceCount {
     )
 }
 
-/// Partitions that fit beside each other, of some that are tried in an order.
+/// Partitions that fit beside each other, chosen by trying partitions in an order.
 fn held(geometry: &Geometry, tried: &[prop::sample::Index]) -> BTreeSet<Place> {
     let mut free = geometry.whole;
     let mut held = BTreeSet::new();

@@ -1,4 +1,4 @@
-//! Valid JSON, changed anywhere: keys, values, types and depth.
+//! Valid JSON that is then changed anywhere: keys, values, types and depth.
 
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
@@ -16,19 +16,19 @@ enum Change {
     Replace(Value),
     /// Another text for a text, another number for a number.
     Other(String, Value),
-    /// A field more, or one replaced.
+    /// Add or replace a field.
     Insert(String, Value),
-    /// A field or an item less.
+    /// Remove a field or an item.
     Remove(prop::sample::Index),
-    /// A field under another name.
+    /// Rename a field.
     Rename(prop::sample::Index, String),
-    /// An item twice, or a field's value under another name too.
+    /// Repeat an item, or copy a field's value under another name.
     Copy(prop::sample::Index, String),
-    /// One of its parts in its place.
+    /// Replace it by one of its parts.
     Unwrap(prop::sample::Index),
-    /// In so many lists, or objects with this field.
+    /// Wrap it in this many lists, or objects with this field.
     Wrap(Option<String>, usize),
-    /// Text with something at its end, or a number that is close.
+    /// Text with a suffix, or a number that is close.
     Nudge(String, i64),
 }
 
@@ -78,7 +78,7 @@ pub(crate) fn any_mutations(
         3 => (word, -2..3_i64).prop_map(|(text, by)| Change::Nudge(text, by)),
     ];
     let one = (index(), change).prop_map(|(node, change)| Mutation { node, change });
-    // Of several, one often hides what the others do.
+    // If there are several, one often hides the effect of the others.
     prop_oneof![
         3 => prop::collection::vec(one.clone(), 1),
         1 => prop::collection::vec(one, 2..5),
@@ -102,7 +102,7 @@ fn count(tree: &Value) -> usize {
     }
 }
 
-/// The node of this number, the tree itself being the first.
+/// The node of this number; the tree itself is the first.
 fn nth<'a>(tree: &'a mut Value, left: &mut usize) -> Option<&'a mut Value> {
     if *left == 0 {
         return Some(tree);

@@ -1,7 +1,7 @@
 //! Divides a whole number into whole parts.
 
-/// Divides `total` in proportion to `weights`, by the method of the largest remainder: the parts are whole, add up to `total`, and each
-/// differs by less than 1 from its exact part. All are 0 where all weights are.
+/// Divides `total` in proportion to `weights`, by the method of the largest remainder: the parts are whole, add up to
+/// `total`, and each differs by less than 1 from its exact part. If all weights are 0, all parts are 0.
 #[must_use]
 pub fn apportion(total: u64, weights: &[u64]) -> Vec<u64> {
     let sum: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
@@ -16,7 +16,7 @@ pub fn apportion(total: u64, weights: &[u64]) -> Vec<u64> {
         .collect();
     let left = total - parts.iter().sum::<u64>();
     let mut order: Vec<usize> = (0..weights.len()).collect();
-    // Of equal remainders the first is served, so that the result is the same each time.
+    // Among equal remainders the first comes first, so that the result is always the same.
     order.sort_by_key(|at| std::cmp::Reverse(exact(&weights[*at]) % sum));
     for at in order
         .into_iter()
@@ -27,7 +27,7 @@ pub fn apportion(total: u64, weights: &[u64]) -> Vec<u64> {
     parts
 }
 
-/// Makes `parts` fit into `total`, in proportion if they are more than it, and returns what is left.
+/// Reduces `parts` in proportion if they exceed `total`, and returns what is left.
 #[must_use]
 pub fn fit(total: u64, parts: &[u64]) -> (Vec<u64>, u64) {
     let sum: u128 = parts.iter().map(|part| u128::from(*part)).sum();

@@ -10,8 +10,8 @@ use tranche_api::usage::{
 use super::apportion::{apportion, fit};
 use super::{DeviceReading, GpuReading, Held, Limit, Owner, ProcessReading, User};
 
-/// Attributes a reading. `held` is what claims hold on the GPU, its partitions included; `zombies` is memory that processes which
-/// died have left.
+/// Attributes a reading. `held` is what claims hold on the GPU, its partitions included; `zombies` is memory that dead
+/// processes have left.
 #[must_use]
 pub fn attribute(reading: GpuReading, held: &[Held], zombies: &[Zombie]) -> GpuUsage {
     let of = |partition: Option<&str>| {
@@ -62,7 +62,7 @@ struct Parts {
     remainder: Remainder,
 }
 
-/// Who uses a device. The numbers are indices of shares and of their users.
+/// The users of a device. The numbers are indices of shares and of their users.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
     Group(usize, usize),
@@ -159,7 +159,7 @@ fn divide(
     Parts { shares, remainder }
 }
 
-/// What each user's processes use; a user without a process is there, too, unless its pod is gone.
+/// What each user's processes use. A user without a process is included, unless its pod is gone.
 fn sums(
     processes: &[ProcessReading],
     held: &[&Held],
@@ -186,7 +186,7 @@ fn sums(
             sums.entry(Who::Foreign).or_default().add(process, 1);
             continue;
         }
-        // A pod may hold several shares of a device. NVML does not tell which of them a process uses.
+        // A pod may hold several shares of a device. NVML does not report which of them a process uses.
         let weights: Vec<u64> = shares.iter().map(|at| held[*at].limit.weight()).collect();
         let divided = |value: u64| apportion(value, &weights);
         let bytes = divided(process.bytes);
@@ -223,8 +223,8 @@ impl Sum {
     }
 }
 
-/// The user of a share to whom a process belongs, as far as its pod and container are known; a new user if nobody fits. The first
-/// `listed` users were known before.
+/// The user of a share to whom a process belongs, as far as its pod and container are known; a new user if none
+/// matches. The first `listed` users were known before.
 fn user_of(
     users: &mut Vec<User>,
     listed: usize,
@@ -298,7 +298,7 @@ fn divide_memory(
     }
 }
 
-/// Makes the used memory of a partition so small.
+/// Reduces the used memory of a partition to this value.
 fn shrink(partition: &mut PartitionUsage, used: u64) {
     let Some(memory) = &mut partition.memory else {
         return;
@@ -323,7 +323,7 @@ fn shrink(partition: &mut PartitionUsage, used: u64) {
     partition.remainder.used = used - left;
 }
 
-/// One measure of a device, in parts of `whos`.
+/// One measure of a device, divided among `whos`.
 fn divide_measure(
     measure: Measure,
     value: u32,
@@ -340,13 +340,13 @@ fn divide_measure(
             fit(value, &copies).0
         }
         _ if sums.iter().any(|sum| sum.busy > 0) => apportion(value, &busy()),
-        // Whoever has a device alone did what the device did.
+        // A user that has a device alone used everything that the device did.
         _ if matches!(whos, [Who::Group(..)]) => vec![value],
         _ => vec![0; sums.len()],
     }
 }
 
-/// Divides the device's free memory: each share may take what is left of its limit. Returns what is no share's.
+/// Divides the device's free memory: each share may take the rest of its limit. Returns what belongs to no share.
 fn divide_free(
     memory: Option<Memory>,
     held: &[&Held],

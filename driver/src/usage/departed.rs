@@ -1,4 +1,4 @@
-//! Remembers the claims with processes that died, as long as a GPU has memory that no process owns.
+//! Remembers the claims of processes that died, while a GPU has memory that no process owns.
 
 use std::collections::BTreeMap;
 
@@ -35,9 +35,9 @@ impl<K> Default for Departed<K> {
 }
 
 impl<K: Ord> Departed<K> {
-    /// Takes the processes of a sample, and how many bytes are in use without an owner; `None` if that is not known. Memory that the
-    /// driver has freed is forgotten. Who died first is taken to own what is left: a process's memory is usually freed within a
-    /// second of its end, and what was not will stay.
+    /// Takes the processes of a sample and the bytes in use without an owner; `None` if these are not known. Memory
+    /// that the driver has freed is forgotten. The process that died first is assumed to own what is left: the driver
+    /// usually frees a process's memory within a second of its end, so what is left after that will stay.
     pub fn step(&mut self, alive: BTreeMap<K, Holding>, unowned: Option<u64>) {
         let before = std::mem::take(&mut self.alive);
         let died = before

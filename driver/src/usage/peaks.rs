@@ -21,8 +21,9 @@ struct Sampled {
 }
 
 impl Peaks {
-    /// Takes a sample of one GPU at `now`, in seconds of any monotonic clock. `weights` has the devices of the GPU of which
-    /// the driver tells what each process holds; a process that may use several of them is divided by their weights.
+    /// Takes a sample of one GPU at `now`, in seconds of any monotonic clock. `weights` has the devices of the GPU for
+    /// which the driver reports what each process holds; a process that may use several of them is divided by their
+    /// weights.
     pub fn add<'a>(
         &mut self,
         now: u64,
@@ -94,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn the_most_of_all_samples_is_kept_as_long_as_the_device_is_held() {
+    fn the_peak_of_all_samples_is_kept_while_the_device_is_held() {
         let mut peaks = Peaks::default();
         let of_gpu = weights(&[("a", 1), ("b", 1)]);
         let (a, b) = (owner(&["a", "on-another-gpu"]), owner(&["b"]));

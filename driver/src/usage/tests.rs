@@ -1,4 +1,4 @@
-//! That the parts add up, whatever was read, and who gets what.
+//! The parts add up for any reading, and the right users get them.
 
 use proptest::collection::vec;
 use proptest::option;
@@ -141,7 +141,7 @@ fn a_claim_that_has_the_gpu_alone_has_all_that_it_does() {
         share_id: None,
         ..share("a")
     };
-    // NVML does not tell the utilization by process.
+    // NVML does not report the utilization by process.
     let mut process = process(&["a"], "a", GIB, 0);
     (process.busy, process.copies) = (None, None);
     let usage = attribute(
@@ -152,7 +152,7 @@ fn a_claim_that_has_the_gpu_alone_has_all_that_it_does() {
     assert_eq!(busy(&usage.shares[0], Measure::Gpu), 7_000);
     assert_eq!(usage.shares[0].memory.free, Some(78 * GIB));
     assert_eq!(usage.remainder.free, 0);
-    // A foreign process may have done it as well.
+    // A foreign process may have used it as well.
     let both = vec![
         process,
         ProcessReading {
@@ -190,7 +190,7 @@ fn a_pod_that_is_gone_is_a_zombie_and_its_share_uses_nothing() {
 }
 
 #[test]
-fn containers_of_a_pod_are_told_apart_and_an_unknown_one_is_nobodys_guess() {
+fn containers_of_a_pod_differ_and_an_unknown_one_is_not_guessed() {
     let mut held = share("a");
     held.users = vec![user("a", "main"), user("a", "side"), user("b", "main")];
     let of = |container: Option<&str>, pod: &str| {
@@ -202,7 +202,7 @@ fn containers_of_a_pod_are_told_apart_and_an_unknown_one_is_nobodys_guess() {
     };
     let processes = vec![
         of(Some("side"), "a"),
-        // The only one of its pod.
+        // The only process of its pod.
         of(None, "b"),
         of(None, "a"),
         of(Some("debug"), "a"),

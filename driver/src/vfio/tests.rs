@@ -38,7 +38,7 @@ fn user(name: &str) -> User {
     }
 }
 
-/// The kernel: what a write to sysfs does.
+/// The kernel: the effect of a write to sysfs.
 fn write(actual: &mut Actual, change: &Change) {
     let (Change::Override(address, _) | Change::Unbind(address, _) | Change::Probe(address)) =
         change;
@@ -67,7 +67,7 @@ fn write(actual: &mut Actual, change: &Change) {
     }
 }
 
-/// Does at most so many steps; returns whether it came to rest.
+/// Does at most this many steps; returns whether it came to rest.
 fn run(wanted: bool, record: &mut Option<Record>, actual: &mut Actual, steps: usize) -> bool {
     for _ in 0..steps {
         match next(wanted, record.as_ref(), actual).unwrap() {
@@ -115,7 +115,7 @@ fn the_group_goes_to_vfio_without_its_bridge_and_comes_back() {
 #[test]
 fn an_override_that_was_there_comes_back() {
     let mut before = machine();
-    // The first lets no driver take it, once it is unbound.
+    // After the first step no driver takes it once it is unbound.
     before.functions[1].driver_override = Some("other".to_owned());
     before.functions[2].driver = None;
     let (mut record, mut actual) = (None, before.clone());
@@ -132,7 +132,7 @@ fn an_override_that_was_there_comes_back() {
 }
 
 #[test]
-fn what_cannot_be_given_away_is_refused_before_anything_is_recorded() {
+fn what_cannot_be_given_away_is_refused_before_any_record() {
     let refused = |change: &dyn Fn(&mut Actual)| {
         let mut actual = machine();
         change(&mut actual);
@@ -209,7 +209,7 @@ fn a_gpu_that_a_process_opened_after_the_record_is_not_unbound() {
     actual.user = Some(user("python3"));
     let result = next(true, record.as_ref(), &actual);
     assert!(matches!(result, Err(Obstacle::InUse { .. })), "{result:?}");
-    // It is no longer wanted: nothing of it is left, though the process still has the GPU.
+    // It is no longer wanted: nothing of it is left, although the process still has the GPU.
     assert!(run(false, &mut record, &mut actual, 20));
     assert_eq!(
         (
@@ -257,7 +257,7 @@ fn what_an_administrator_did_meanwhile_stays() {
 }
 
 proptest! {
-    /// Whatever interrupts: the group ends where the last wish wants it, and nothing is left of the way.
+    /// Whatever interrupts, the group ends as the last wish wants it, and no record is left.
     #[test]
     fn interrupted_ways_end_where_they_should(
         ways in proptest::collection::vec((any::<bool>(), 0_usize..12, any::<bool>()), 0..8),

@@ -1,9 +1,9 @@
 //! What a share was charged, and how long the GPU worked for it, in the same time.
 //!
-//! An answer of NVML describes a time that is over: it arrives up to a second after that time began.
-//! What was charged is known at once. If both were compared as they arrive, every program that
-//! starts, ends or changes its kernels would be compared with the one before it. So a step waits for
-//! the answer that describes its time; a step that none describes is not compared.
+//! NVML's answer describes the past: it arrives up to a second after the time that it describes has begun. Charges are
+//! known at once. If both were compared as they arrive, every program that starts, ends or changes its kernels would be
+//! compared with the one before it. So a step waits for the answer that describes its time; a step without such an
+//! answer is not compared.
 
 use std::collections::VecDeque;
 
@@ -21,16 +21,16 @@ const DESCRIBED: f64 = 0.9;
 pub enum Report {
     /// NVML does not report processes, or it is not known which of them are the share's.
     Unknown,
-    /// There is no answer that is newer than the last one.
+    /// No answer is newer than the last one.
     NothingNew,
-    /// What an answer says.
+    /// A new answer.
     Worked(Worked),
 }
 
-/// How much the GPU worked for a share in a time.
+/// How much the GPU worked for a share in a period.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Worked {
-    /// When that time begins, `CLOCK_MONOTONIC` in nanoseconds.
+    /// When the period begins, `CLOCK_MONOTONIC` in nanoseconds.
     pub from: u64,
     /// When it ends.
     pub to: u64,
@@ -68,14 +68,14 @@ pub(super) struct Compared {
 }
 
 impl Compared {
-    /// The part of the step in which the GPU worked for the share, 0 to 1. Of the work for processes
-    /// that have ended it has as much as `expected` needs.
+    /// The part of the step in which the GPU worked for the share, 0 to 1. Work for processes that have ended counts as
+    /// far as `expected` needs it.
     pub fn worked(&self, expected: f64) -> f64 {
         expected.clamp(self.part, (self.part + self.ended).min(1.0))
     }
 }
 
-/// The steps and answers of a share that are not compared yet.
+/// The steps and answers of a share that have not been compared yet.
 #[derive(Debug, Default)]
 pub(super) struct Evidence {
     steps: VecDeque<Step>,
@@ -93,7 +93,7 @@ impl Evidence {
         self.answers.push_back(answer);
     }
 
-    /// The oldest step that is not compared yet and whose time answers describe.
+    /// The oldest step that was not compared yet and whose time answers describe.
     pub fn next(&mut self, now: u64) -> Option<Compared> {
         loop {
             let step = *self.steps.front()?;
@@ -189,7 +189,7 @@ mod tests {
         assert!(evidence.steps.is_empty() && evidence.answers.is_empty());
     }
 
-    /// Unknown work is not the same as no work.
+    /// Unknown work is different from no work.
     #[test]
     fn a_step_that_no_answer_describes_is_not_compared() {
         let mut evidence = Evidence::default();
@@ -200,7 +200,7 @@ mod tests {
         evidence.add(answer(900, 1100, 0.5));
         evidence.add(answer(1250, 1400, 0.5));
         assert_eq!(parts(&mut evidence, 1400), [(1000, 0.5), (1300, 0.5)]);
-        // It does not answer any more.
+        // The driver no longer answers.
         evidence.add_step(step(1400));
         assert!(parts(&mut evidence, 3499).is_empty());
         assert_eq!(evidence.steps.len(), 1);
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_ended_processes_did_is_the_shares_as_far_as_it_was_charged() {
+    fn work_of_ended_processes_counts_as_far_as_it_was_charged() {
         let mut evidence = Evidence::default();
         evidence.add_step(step(1000));
         evidence.add(Worked {

@@ -1,4 +1,4 @@
-//! The ratio of what the GPU worked to what was charged.
+//! The ratio of the GPU's work to the charges.
 
 use super::{PERIOD_NANOS, as_f64};
 
@@ -22,7 +22,7 @@ impl Averages {
         self.charged += (charged - self.charged) * weight;
     }
 
-    /// Measured by charged; `None` where there was too little work.
+    /// Measured by charged; `None` if there was too little work.
     pub fn ratio(self) -> Option<f64> {
         let enough = self.worked >= 0.002 && self.charged >= 0.0005;
         enough.then(|| self.worked / self.charged)

@@ -23,9 +23,8 @@ pub struct Found {
 }
 
 impl Found {
-    /// For a CDI spec: every file with its path on the host, where the driver root is `on_host`,
-    /// and its path in a container, which is the path in the root; and the device nodes that belong
-    /// to no GPU.
+    /// For a CDI spec: the device nodes that belong to no GPU, and every file with its path on the host, where the
+    /// driver root is `on_host`, and its path in a container, which is its path in the root.
     #[must_use]
     pub fn driver_files(&self, on_host: &Path, control_nodes: &[String]) -> DriverFiles {
         let text = |path: &Path| path.to_string_lossy().into_owned();

@@ -72,7 +72,7 @@ fn debian_535_is_found_completely() {
 }
 
 #[test]
-fn a_spec_of_debian_535_names_files_on_the_host_and_links_in_the_container() {
+fn a_debian_535_spec_names_host_files_and_container_links() {
     let (_dir, found) = found_in(DEBIAN_535);
     let files = found.driver_files(Path::new("/run/nvidia/driver"), &[]);
     let cuda = files
@@ -144,7 +144,7 @@ fn a_driver_whose_cuda_library_is_of_another_version_is_refused() {
 }
 
 #[test]
-fn libraries_beside_each_other_without_links_still_get_the_expected_ones() {
+fn libraries_without_links_still_get_the_expected_links() {
     let (_dir, found) = found_in(
         "/usr/lib64/libcuda.so.535.261.03\n/usr/lib64/libnvidia-ml.so.535.261.03\n\
          /usr/lib64/libnvidia-nvvm70.so.4\n/usr/lib64/libother.so.1.2\n/lib64 -> usr/lib64",
@@ -215,13 +215,17 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
         let at = host.path().join(root_on_host.trim_start_matches('/'));
         lay_out(&at, list);
         let host_root = DriverRoot::open(host.path()).unwrap();
-        let root = DriverRoot::of_host(&host_root, Path::new(root_on_host));
-        let root = root.unwrap().unwrap();
+        let root = DriverRoot::of_host(&host_root, Path::new(root_on_host))
+            .unwrap()
+            .unwrap();
         let found = discover(&root, "535.261.03").unwrap();
         let files = found.driver_files(root.on_host(), &[]);
 
-        let cuda = files.libraries.iter().find(|l| l.soname == "libcuda.so.1");
-        let cuda = cuda.unwrap();
+        let cuda = files
+            .libraries
+            .iter()
+            .find(|l| l.soname == "libcuda.so.1")
+            .unwrap();
         let on_host = |path: &str| format!("{}{path}", root_on_host.trim_end_matches('/'));
         assert_eq!(cuda.file.host_path, on_host(libcuda), "{root_on_host}");
         assert_eq!(cuda.file.container_path, libcuda);
@@ -259,8 +263,11 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
                 .find(|h| h.args.contains(&"update-ldcache".into()));
             let args = &cache.unwrap().args;
             for library in &files.libraries {
-                let folder = Path::new(&library.file.container_path).parent().unwrap();
-                let folder = folder.to_string_lossy().into_owned();
+                let folder = Path::new(&library.file.container_path)
+                    .parent()
+                    .unwrap()
+                    .to_string_lossy()
+                    .into_owned();
                 let is_passed = args
                     .windows(2)
                     .any(|a| a[0] == "--folder" && a[1] == folder);

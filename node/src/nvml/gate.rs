@@ -1,7 +1,8 @@
 //! Keeps NVML closed while a GPU changes its kernel driver.
 //!
-//! NVML may have every GPU open that it has seen, and a GPU that is open is not taken from its driver. And while anybody in this process
-//! has NVML open, everybody gets the GPUs that it found when it started: without one that has come back since.
+//! NVML may hold every GPU open that it has seen, and an open GPU cannot be taken from its driver. While any part of
+//! this process has NVML open, every part gets the GPUs that NVML found when it started, without one that has come back
+//! since.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -23,9 +24,9 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Those that keep it shut.
+    /// The number of [`Shut`] values that keep it shut.
     shut: u32,
-    /// The NVMLs that are open and that close when it is shut.
+    /// The number of open NVMLs that close when it is shut.
     open: u32,
 }
 
@@ -38,7 +39,7 @@ pub struct Shut(Gate);
 pub struct Pass(Gate);
 
 impl Gate {
-    /// Shuts it. Several may, and it is open again after the last.
+    /// Shuts it. Several callers may; it opens after the last of them.
     #[must_use]
     pub fn shut(&self) -> Shut {
         self.state().shut += 1;
@@ -61,13 +62,13 @@ impl Gate {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes the state, and wakes those that wait for another.
+    /// Changes the state, and wakes those that wait for it.
     fn change(&self, change: impl FnOnce(&mut State)) {
         change(&mut self.state());
         self.0.changed.notify_all();
     }
 
-    /// Waits until the state is as wanted, but not longer than `patience`.
+    /// Waits for the wanted state, but not longer than `patience`.
     fn wait(&self, patience: Duration, is_wanted: impl Fn(&State) -> bool) -> bool {
         let waits = |state: &mut State| !is_wanted(state);
         let waited = self
@@ -80,7 +81,8 @@ impl Gate {
 }
 
 impl Shut {
-    /// Waits until those that keep NVML open have closed it, but not longer than `patience`. Returns whether they have.
+    /// Waits until all holders of an open NVML have closed it, but not longer than `patience`. Returns whether they
+    /// have.
     #[must_use]
     pub fn wait_for_closed(&self, patience: Duration) -> bool {
         self.0.wait(patience, |state| state.open == 0)
@@ -99,8 +101,8 @@ impl Drop for Pass {
     }
 }
 
-/// A driver for those that keep NVML open: it cannot be opened while the gate is shut, and its traces change then, so that a
-/// [`KeptNvml`](super::KeptNvml) closes what it has.
+/// A driver for those that keep NVML open. It cannot be opened while the gate is shut, and its traces change then, so
+/// that a [`KeptNvml`](super::KeptNvml) closes its NVML.
 #[derive(Debug)]
 pub struct Gated {
     driver: Box<dyn Driver>,
@@ -151,7 +153,7 @@ impl Patient {
 
 impl Driver for Patient {
     fn open(&self) -> Result<Opened, NvmlError> {
-        // A change that takes so long does not keep the other GPUs from being seen.
+        // A change that takes this long must not hide the other GPUs.
         let _ = self.gate.wait(PATIENCE, |state| state.shut == 0);
         self.driver.open()
     }
@@ -192,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_shuts_it_waits_for_what_is_open_and_whoever_describes_waits_for_him() {
+    fn shutting_waits_for_users_and_describing_waits_for_shutting() {
         let gate = Gate::default();
         let gpus = || Box::new(MigGpus::new(Description::default(), Path::new("/")));
         let gated = Gated::new(gpus(), gate.clone());

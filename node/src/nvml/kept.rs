@@ -10,15 +10,17 @@ const RETRY: Duration = Duration::from_secs(10);
 /// How often the driver's traces are compared while NVML is open.
 const CHECK: Duration = Duration::from_secs(1);
 
-/// How long NVML stays closed after the traces changed. While anybody in this process has NVML open, the loader and nvmlInit
-/// give that one to everybody, with the GPUs that it found when it started: all have to close it first.
+/// How long NVML stays closed after the traces changed. While any part of this process has NVML open, the loader and
+/// nvmlInit give the same NVML to every part, with the GPUs that it found when it started: all parts must close it
+/// first.
 const SETTLE: Duration = Duration::from_secs(3);
 
-/// Opens NVML at the first question, and keeps it until [`KeptNvml::close`], a failed call, or a change of the driver's traces.
+/// Opens NVML when it is first needed, and keeps it until [`KeptNvml::close`], a failed call, or a change of the
+/// driver's traces.
 #[derive(Debug)]
 pub struct KeptNvml {
     source: Source,
-    /// Dropped in this order.
+    /// The NVML is dropped before its pass.
     opened: Option<(Box<dyn Nvml>, Option<Pass>)>,
     /// No attempt to open NVML before this.
     not_before: Option<Instant>,
@@ -26,7 +28,7 @@ pub struct KeptNvml {
 
 #[derive(Debug)]
 enum Source {
-    /// NVML was given: it is never closed.
+    /// NVML was given, so it is never closed.
     Given,
     Driver {
         driver: Box<dyn Driver>,
@@ -36,7 +38,7 @@ enum Source {
 }
 
 impl KeptNvml {
-    /// Of `driver`; not opened yet.
+    /// For the NVML of `driver`; not opened yet.
     #[must_use]
     pub fn new(driver: Box<dyn Driver>) -> Self {
         let source = Source::Driver { driver, seen: None };
@@ -47,7 +49,7 @@ impl KeptNvml {
         }
     }
 
-    /// One that is open and stays open.
+    /// For an NVML that is open and stays open.
     #[must_use]
     pub fn of(nvml: Box<dyn Nvml>) -> Self {
         Self {
@@ -72,7 +74,7 @@ impl KeptNvml {
             }
             if self.opened.is_none() && self.not_before.is_none_or(|at| at <= now) {
                 self.not_before = Some(now + RETRY);
-                // Read before NVML starts, so that a change meanwhile is seen.
+                // Read before NVML starts, so that a change in between is seen.
                 *seen = Some((driver.traces(), now));
                 let opened = driver.open()?;
                 self.opened = Some((opened.nvml, opened.pass));
@@ -91,9 +93,9 @@ impl KeptNvml {
         }
     }
 
-    /// Closes NVML after a call failed that every driver supports: the driver may have been replaced, and an old NVML does
-    /// not work with it. Not immediately after it was opened: such a call also fails for a GPU that is gone, and the other
-    /// GPUs' figures are still needed.
+    /// Closes NVML after a call failed that every driver supports: the driver may have been replaced, and an old NVML
+    /// does not work with the new one. Right after it was opened it stays open: such a call also fails for a GPU that
+    /// is gone, and the other GPUs' figures are still needed.
     pub fn close_failed(&mut self, now: Instant) {
         let is_old = self.not_before.is_none_or(|at| at <= now);
         if is_old && matches!(self.source, Source::Driver { .. }) {

@@ -311,7 +311,7 @@ impl Library {
         let mode = device.virtualization_mode().ok();
         let vgpu_role = mode.as_ref().and_then(vgpu_role);
         let (mig_profiles, mig_instances) = match mig {
-            // Its driver knows the instance that it is of its host's GPU, without a place in it.
+            // A vGPU's driver knows the instance of the host's GPU that it uses, without a placement.
             Some(_) if vgpu_role == Some(VgpuRole::Guest) => Default::default(),
             Some(_) => mig::describe(&self.nvml, &device, &uuid)?,
             None => Default::default(),
@@ -350,7 +350,7 @@ fn vgpu_role(mode: &GpuVirtualizationMode) -> Option<VgpuRole> {
     }
 }
 
-/// As go-nvlib spells it, and so NVIDIA's own DRA driver.
+/// Spelled as in go-nvlib, which NVIDIA's own DRA driver uses.
 fn brand(brand: Brand) -> &'static str {
     match brand {
         Brand::Unknown => "Unknown",
@@ -373,7 +373,7 @@ fn brand(brand: Brand) -> &'static str {
     }
 }
 
-/// As go-nvlib spells it, and so NVIDIA's own DRA driver.
+/// Spelled as in go-nvlib, which NVIDIA's own DRA driver uses.
 fn architecture(architecture: &DeviceArchitecture) -> &'static str {
     match architecture {
         DeviceArchitecture::Kepler => "Kepler",

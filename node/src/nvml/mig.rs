@@ -8,8 +8,8 @@ use tranche_nvml::{Error, Instance, Mig, Placement, Profile, Reason};
 
 use super::{ChangeError, NvmlError};
 
-/// The profiles and the instances of a GPU that can be partitioned. Where the driver does not describe them the GPU has
-/// none, and is offered as a whole.
+/// The profiles and the instances of a GPU that can be partitioned. If the driver does not describe them, the lists are
+/// empty, and the GPU is offered as a whole.
 pub(super) fn describe<'a>(
     nvml: &'a Nvml,
     device: &Device<'a>,
@@ -25,8 +25,8 @@ pub(super) fn describe<'a>(
     Ok((described, instances.collect()))
 }
 
-/// The GPU instances of a GPU in MIG mode. An error also if one of them is of a profile that is not known: what it takes of
-/// the GPU is not known either.
+/// The GPU instances of a GPU in MIG mode. An instance with an unknown profile is an error, because it is not known
+/// what it takes of the GPU.
 pub(super) fn instances<'a>(
     nvml: &'a Nvml,
     device: &Device<'a>,
@@ -107,7 +107,7 @@ pub(super) fn change<'a>(
     })
 }
 
-/// The id of a place's profile and its placement, as the driver reports them.
+/// The ids of the profile and the placement, as the driver reports them.
 fn find(mig: &Mig<'_>, uuid: &str, place: Place) -> Result<(u32, Placement), NvmlError> {
     let profiles = mig.profiles().map_err(|error| failed(error, uuid))?;
     let is_it = |profile: &&Profile| profile.name.parse() == Ok(place.profile);

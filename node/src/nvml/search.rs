@@ -29,9 +29,9 @@ pub struct InstalledDriver {
 }
 
 impl InstalledDriver {
-    /// The driver in `root`, or in the first of the usual roots, on the host whose root is mounted at `host`. If
-    /// `host` is not `/`, the process is in a container with its own `/dev`, and the device nodes that NVML opens
-    /// are made there.
+    /// The driver in `root`, or in the first of the usual roots, on the host whose root is mounted at `host`. If `host`
+    /// is not `/`, the process is in a container with its own `/dev`, and the device nodes that NVML opens are created
+    /// there.
     #[must_use]
     pub fn new(host: &Path, root: Option<&Path>) -> Self {
         let roots = match root {

@@ -1,5 +1,5 @@
-//! The NVML that stays open while claims hold GPUs: one thread owns it and makes all its calls, one after another, for everybody
-//! who samples.
+//! The NVML that stays open while claims hold GPUs. One thread owns it and makes all its calls, one after another, for
+//! all samplers.
 //!
 //! ```text
 //!  compute shares, every 0.1 s ─┐
@@ -7,8 +7,8 @@
 //!  usage, every second ─────────┘
 //! ```
 //!
-//! It is open as long as one of them has it open. Calls of several at a time alternate, so the shortest interval waits for one
-//! call of the others and not for all that they ask.
+//! It is open while at least one sampler has it open. The thread alternates between the callers, so the shortest
+//! interval waits for one call of each other caller and not for all of its calls.
 
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,17 +24,17 @@ use super::{
 use crate::devices::DeviceNodes;
 use crate::root::DriverRoot;
 
-/// How long whoever closes it waits for that. A call that hangs must not keep the plugin from its end.
+/// How long a caller that closes it waits for that. A call that hangs must not keep the plugin from its end.
 const CLOSE: Duration = Duration::from_secs(2);
 
-/// A driver whose NVML is open once, however many have it open. Clones are the same.
+/// A driver whose NVML is opened once, however many callers have it open. Clones are the same.
 #[derive(Clone, Debug)]
 pub struct Session {
     driver: Arc<dyn Driver>,
     jobs: Jobs,
 }
 
-/// One who has it open.
+/// One caller that has it open.
 #[derive(Debug)]
 struct Lease(Jobs);
 
@@ -51,13 +51,13 @@ enum Job {
 }
 
 impl Session {
-    /// Of `driver`; not opened yet. The thread ends with the last clone.
+    /// For the NVML of `driver`; not opened yet. The thread ends with the last clone.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>) -> Self {
         let (jobs, queue) = channel();
         let owned = Arc::clone(&driver);
         let thread = std::thread::Builder::new().name("nvml".into());
-        // Without the thread nobody receives, and every call is an error.
+        // Without the thread nobody receives jobs, and every call is an error.
         let _ = thread.spawn(move || serve(&*owned, &queue));
         Self {
             driver,
@@ -86,7 +86,7 @@ impl Driver for Session {
 fn serve(driver: &dyn Driver, queue: &Receiver<Job>) {
     let mut opened: Option<Opened> = None;
     let mut leases = 0_usize;
-    // Whoever asked may have gone: then nobody wants the answer.
+    // The caller may be gone: then nobody needs the answer.
     for job in queue {
         match job {
             Job::Open(answer) => {
@@ -119,13 +119,13 @@ fn serve(driver: &dyn Driver, queue: &Receiver<Job>) {
 }
 
 impl Jobs {
-    /// Waits for the thread's answer to a job. Here a time limit for calls of NVML belongs.
+    /// Waits for the thread's answer to a job. A time limit for calls of NVML belongs here.
     fn ask<T>(&self, job: impl FnOnce(SyncSender<T>) -> Job) -> Result<T, NvmlError> {
         let answer = self.send(job).recv().ok();
         answer.ok_or_else(|| NvmlError::Root("the thread that calls NVML has ended".into()))
     }
 
-    /// The receiver of the answer: at once without a sender if the thread has ended.
+    /// The receiver of the answer. If the thread has ended it has no sender, so it returns at once.
     fn send<T>(&self, job: impl FnOnce(SyncSender<T>) -> Job) -> Receiver<T> {
         let (answer, answered) = sync_channel(1);
         let jobs = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -253,7 +253,7 @@ mod tests {
         }
     }
 
-    /// Its first open does not return before it is told to.
+    /// Its first open does not return before the test allows it.
     #[derive(Debug)]
     struct Hanging(MigGpus, SyncSender<()>, Mutex<Receiver<()>>);
 
@@ -277,7 +277,7 @@ mod tests {
         std::thread::scope(|scope| {
             let opens = scope.spawn(|| session.open().is_ok());
             hanging.recv().unwrap();
-            // As one who has it open drops it.
+            // The caller that has it open drops it in the same way.
             let lease = Lease(session.jobs.clone());
             let closes = scope.spawn(move || drop(lease));
             let start = std::time::Instant::now();

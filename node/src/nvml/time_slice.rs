@@ -1,8 +1,8 @@
 //! The length of a GPU's time slices, by the driver's own `nvidia-smi compute-policy`.
 //!
-//! NVML has no public function for it: nvidia-smi calls an unnamed one, whose place in a private table changes with the
-//! driver. So the program of the same driver is run, as NVIDIA's DRA driver does. It gets the driver's library by
-//! `LD_PRELOAD`: a search path would give it the host's C library, too, which need not fit this process's loader.
+//! NVML has no public function for it: nvidia-smi calls an unnamed one, whose position in a private table changes with
+//! the driver. So the nvidia-smi of the same driver is run, as NVIDIA's DRA driver does. It gets the driver's library
+//! by `LD_PRELOAD`: a search path would also give it the host's C library, which may not fit this process's loader.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -46,8 +46,9 @@ impl NvidiaSmi {
         interval: Interval,
     ) -> Result<(), NvmlError> {
         let mut names = NAMES.iter();
-        let number = names.find(|(it, ..)| *it == interval);
-        let number = number.map_or("0", |(_, _, number)| number);
+        let number = names
+            .find(|(it, ..)| *it == interval)
+            .map_or("0", |(_, _, number)| number);
         self.run(SET, gpu_uuid, &format!("--set-timeslice={number}"))
             .map(drop)
     }
@@ -60,14 +61,14 @@ impl NvidiaSmi {
         })?;
         let output = command(program, &self.library)
             .args(["compute-policy", "-i", gpu_uuid, argument])
-            .output();
-        let output = output.map_err(|error| {
-            failed(
-                call,
-                gpu_uuid,
-                format!("cannot run {}: {error}", program.display()),
-            )
-        })?;
+            .output()
+            .map_err(|error| {
+                failed(
+                    call,
+                    gpu_uuid,
+                    format!("cannot run {}: {error}", program.display()),
+                )
+            })?;
         if output.status.success() {
             return Ok(text(&output));
         }
@@ -94,7 +95,7 @@ fn failed(call: &'static str, gpu_uuid: &str, reason: String) -> NvmlError {
     }
 }
 
-/// What it printed, errors last.
+/// Its output, errors last.
 fn text(output: &Output) -> String {
     let [printed, errors] =
         [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));

@@ -1,4 +1,4 @@
-//! What NVML says of a GPU's use and sensors, in the units of [`tranche_api::usage`].
+//! What NVML reports about a GPU's use and sensors, in the units of [`tranche_api::usage`].
 
 use nvml_wrapper::Device;
 use nvml_wrapper::enum_wrappers::device::{Clock, TemperatureSensor};
@@ -34,7 +34,8 @@ const RATES: [GpmMetricId; 4] = [
 /// Bytes in the unit of GPM's rates (nvml.h: MiB/sec). The names of nvml-wrapper speak of bytes per second.
 const MIB: f64 = 1_048_576.0;
 
-/// A GPU, without its processes and partitions. Only a GPU that is lost is an error: what else fails is not reported of it.
+/// A GPU, without its processes and partitions. Only a lost GPU is an error: other values whose call fails are left
+/// out.
 pub(super) fn of_gpu(
     device: &Device<'_>,
     uuid: &str,
@@ -84,7 +85,7 @@ fn add_rates(sensors: &mut Sensors, found: &[(GpmMetricId, f64)]) {
     }
 }
 
-/// How busy a GPU instance is, where GPM says so.
+/// How busy a GPU instance is, if GPM reports it.
 pub(super) fn of_instance(device: &Device<'_>, uuid: &str, id: u32, gpm: &Gpm) -> Utilization {
     let metrics = MEASURES.map(|(id, _)| id);
     let found = gpm.read(device, uuid, Some(id), &metrics);
@@ -121,16 +122,19 @@ fn sensors(device: &Device<'_>) -> Sensors {
         field::NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL,
         field::NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,
     ];
-    let values = device.field_values_for(&fields.map(FieldId));
-    let mut values = values.unwrap_or_default().into_iter().map(|sample| {
-        let value = sample.ok()?.value.ok()?;
-        match value {
-            SampleValue::U32(value) => Some(u64::from(value)),
-            SampleValue::U64(value) => Some(value),
-            SampleValue::I64(value) => u64::try_from(value).ok(),
-            SampleValue::F64(_) => None,
-        }
-    });
+    let mut values = device
+        .field_values_for(&fields.map(FieldId))
+        .unwrap_or_default()
+        .into_iter()
+        .map(|sample| {
+            let value = sample.ok()?.value.ok()?;
+            match value {
+                SampleValue::U32(value) => Some(u64::from(value)),
+                SampleValue::U64(value) => Some(value),
+                SampleValue::I64(value) => u64::try_from(value).ok(),
+                SampleValue::F64(_) => None,
+            }
+        });
     let mut next = || values.next().flatten();
     Sensors {
         memory_temperature: next().and_then(|value| u32::try_from(value).ok()),

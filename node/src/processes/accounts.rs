@@ -36,15 +36,14 @@ impl From<&fs::Metadata> for FileId {
     }
 }
 
-/// How long a process without a share is not read again, in nanoseconds.
+/// For how many nanoseconds a process without a share is not read again.
 const CHECK_NANOS: u64 = 1_000_000_000;
 
 /// The same for a process whose maps are too long to be read to their end, because reading them
 /// takes long.
 const LONG_NANOS: u64 = 60 * CHECK_NANOS;
 
-/// A process that is not asked for in this time has ended, in nanoseconds: a working process has a
-/// sample every second.
+/// A process that nobody asks about for this many nanoseconds has ended: a working process has a sample every second.
 const ENDED_NANOS: u64 = 2 * CHECK_NANOS;
 
 /// The most bytes that are read of a process's maps: as many lines as the kernel allows by default,
@@ -66,7 +65,7 @@ struct Known {
     accounts: Vec<FileId>,
     /// When it is read again, if it has none.
     again: u64,
-    /// When it was last asked for.
+    /// When somebody last asked about it.
     asked: u64,
 }
 
@@ -79,20 +78,24 @@ impl Processes {
         }
     }
 
-    /// Forgets the processes that nobody has asked for in the last [`ENDED_NANOS`]: they have ended, and
-    /// their PIDs may be reused.
+    /// Forgets the processes that nobody has asked about in the last [`ENDED_NANOS`]: they have ended, and their PIDs
+    /// may be reused.
     pub fn forget_ended(&mut self, now: u64) {
         self.known
             .retain(|_, known| now.saturating_sub(known.asked) < ENDED_NANOS);
     }
 
-    /// Which of `accounts` process `pid` has mapped. Also none if its maps cannot be read because it
-    /// belongs to another user. `None` if it has ended, or this `/proc` is not the host's.
+    /// Which of `accounts` process `pid` has mapped; empty also if its maps cannot be read because it belongs to
+    /// another user. `None` if it has ended, or this `/proc` is not the host's.
     pub fn accounts_of(&mut self, pid: u32, now: u64, accounts: &[FileId]) -> Option<Vec<FileId>> {
         if let Some(known) = self.known.get_mut(&pid) {
             known.asked = now;
-            let held = known.accounts.iter().copied();
-            let held: Vec<_> = held.filter(|held| accounts.contains(held)).collect();
+            let held: Vec<_> = known
+                .accounts
+                .iter()
+                .copied()
+                .filter(|held| accounts.contains(held))
+                .collect();
             if !held.is_empty() || now < known.again {
                 return Some(held);
             }
@@ -149,8 +152,10 @@ fn find(maps: &Path, accounts: &[FileId], found: &mut Vec<FileId>) -> io::Result
 
 /// The file of a line of `maps`: `start-end rights offset major:minor inode path`.
 fn mapped(line: &[u8]) -> Option<FileId> {
-    let fields = line.split(u8::is_ascii_whitespace);
-    let mut fields = fields.filter(|field| !field.is_empty()).skip(3);
+    let mut fields = line
+        .split(u8::is_ascii_whitespace)
+        .filter(|field| !field.is_empty())
+        .skip(3);
     let mut field = || str::from_utf8(fields.next()?).ok();
     let (major, minor) = field()?.split_once(':')?;
     let number = |hex| u32::from_str_radix(hex, 16).ok();

@@ -29,13 +29,13 @@ pub struct ScanError {
 #[derive(Debug)]
 pub struct Containers {
     proc: PathBuf,
-    /// What the next search is for.
+    /// The keys for the next search.
     wanted: Mutex<BTreeSet<String>>,
-    /// What searches found and nobody has taken yet. Who holds it searches.
+    /// What searches found and nobody has taken yet. The thread that holds the lock searches.
     found: Mutex<Found>,
 }
 
-/// Processes by the keys of devices, ascending; none for a key that no container has.
+/// Processes by the keys of devices, ascending; empty for a key that no container has.
 type Found = BTreeMap<String, Vec<u32>>;
 
 impl Containers {
@@ -49,13 +49,14 @@ impl Containers {
         }
     }
 
-    /// The processes in whose mount namespace a page of one of the devices `keys` is mounted, ascending, by a search that begins
-    /// after the call. Each key has one caller at a time: what was found for it is that caller's.
+    /// The processes in whose mount namespace a page of one of the devices `keys` is mounted, ascending, by a search
+    /// that begins after the call. Each key has one caller at a time, who takes what was found for it.
     pub fn processes_with(&self, keys: &[&str]) -> Result<Vec<u32>, ScanError> {
         let mine = || keys.iter().map(|key| (*key).to_owned());
         lock(&self.wanted).extend(mine());
         let mut found = lock(&self.found);
-        // Else a search that began since has found them. One that failed leaves nothing.
+        // If they are not there any more, a search that began after the call has found them. A failed search leaves
+        // nothing.
         if keys.iter().any(|key| !found.contains_key(*key)) {
             let mut wanted = mem::take(&mut *lock(&self.wanted));
             wanted.extend(mine());
@@ -146,9 +147,9 @@ mod tests {
     }
 
     #[test]
-    fn a_process_is_found_by_the_pages_that_its_container_has_mounted() {
-        let proc = tempfile::tempdir().unwrap();
-        let proc = proc.path();
+    fn a_process_is_found_by_the_pages_mounted_in_its_container() {
+        let folder = tempfile::tempdir().unwrap();
+        let proc = folder.path();
         let old = b"700 600 0:22 /tranche/shares/uid/uid-gpu-0/cap /etc/tranche/0/cap ro - tmpfs tmpfs rw\n";
         let new = b"1 2 0:9 / /\xff rw - tmpfs tmpfs rw\n\
             3 2 0:50 /uid-gpu-0/cap//deleted /etc/tranche/0/cap ro - tmpfs tmpfs rw\n";
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_with_very_many_mounts_hides_no_device_and_stops_no_search() {
+    fn a_tenant_with_many_mounts_hides_no_device_from_a_search() {
         let proc = tempfile::tempdir().unwrap();
         // More than 16 MiB, with one mount point that is very long.
         let line = b"1 2 0:9 / /x rw - tmpfs tmpfs rw\n";
@@ -209,12 +210,12 @@ mod tests {
     }
 
     #[test]
-    fn a_search_is_for_all_who_waited_when_it_began_and_for_nobody_who_came_later() {
+    fn a_search_serves_only_those_who_waited_when_it_began() {
         let proc = tempfile::tempdir().unwrap();
         process(proc.path(), 7, "mnt:[7]", b"");
         let mountinfo = proc.path().join("7/mountinfo");
         fs::remove_file(&mountinfo).unwrap();
-        // Whoever reads it waits for a writer.
+        // A reader of it waits for a writer.
         let (mode, pipe) = (rustix::fs::Mode::RUSR, rustix::fs::FileType::Fifo);
         rustix::fs::mknodat(rustix::fs::CWD, &mountinfo, pipe, mode, 0).unwrap();
         let containers = Arc::new(Containers::new(proc.path().to_owned()));

@@ -13,7 +13,7 @@ use std::io::{self, Read};
 use std::ops::ControlFlow;
 use std::path::Path;
 
-/// The most bytes that the watchdog reads, because it has other processes to look at every second: the lines of as many
+/// The most bytes that the watchdog reads, because it checks other processes every second, too: the lines of as many
 /// mounts as the kernel allows in a mount namespace by default (`fs.mount-max`, 100,000).
 const MOST_BYTES: u64 = 16 << 20;
 

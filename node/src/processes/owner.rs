@@ -30,7 +30,7 @@ pub struct Identity {
     pub inner_pid: Option<u64>,
     /// The UID of its pod, if it is in one.
     pub pod: Option<String>,
-    /// The name of its container, if the kubelet's mounts in it say it.
+    /// The name of its container, if the kubelet's mounts in it name it.
     pub container: Option<String>,
     /// The requested keys of devices that its container has.
     pub keys: Vec<String>,
@@ -238,8 +238,9 @@ mod tests {
             703 600 8:1 /var/lib/kubelet/pods/6b1d9c5e-3f5c-4a2b-9a5b-0d5e6f7a8b9c/containers/main/0a1b2c3d /dev/termination-log rw - ext4 /dev/sda1 rw\n";
         process(proc.path(), 7, mounts);
         let known = ["u-gpu-0", "u-gpu-1", "u-gpu-2"];
-        let found = Proc::new(proc.path()).identify(7, |key| known.contains(&key));
-        let found = found.unwrap();
+        let found = Proc::new(proc.path())
+            .identify(7, |key| known.contains(&key))
+            .unwrap();
         assert_eq!(found.keys, ["u-gpu-0", "u-gpu-1"]);
         assert_eq!(found.pod.as_deref(), Some(UID));
         assert_eq!(found.container.as_deref(), Some("main"));

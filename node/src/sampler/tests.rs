@@ -1,4 +1,4 @@
-//! What the sampler reads of shares and writes for them.
+//! What the sampler reads from shares and writes for them.
 
 use std::fs;
 
@@ -75,7 +75,7 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
         share(root.path(), "c", None),
     ];
     let (mut sampler, mut busy) = (Sampler::new("/proc"), Busy(1.0));
-    // Nobody works: nothing is written.
+    // No share works: nothing is written.
     let outcomes = sampler.step(SECOND, &shares, &mut busy);
     assert_eq!(outcomes.len(), 2);
     // It uses the utilization of the whole GPU, and reports that.
@@ -103,7 +103,7 @@ fn a_share_alone_gets_it_all_and_two_their_parts() {
 
 /// NVML reports no utilization in MIG mode: the shares keep their cores, and nothing is an error.
 #[test]
-fn shares_of_a_gpu_in_mig_mode_are_sampled_without_its_utilization() {
+fn in_mig_mode_shares_are_sampled_without_gpu_utilization() {
     let root = tempfile::tempdir().unwrap();
     let shares = two_shares(root.path());
     let mut description = two_h100();
@@ -143,8 +143,7 @@ fn proc_of(root: &Path, pid: u32, mapped: &[&Path]) {
     fs::write(folder.join("maps"), maps).unwrap();
 }
 
-/// The part of an answer that each share gets, after the first one spent so much; and that of ended
-/// processes.
+/// The part of an answer that each share gets after the first share spent `spent`, and the part of ended processes.
 fn assigned(
     proc: &Path,
     folders: &[PathBuf; 2],
@@ -178,13 +177,13 @@ fn assigned(
 
 /// A container may have two shares of one GPU, and its programs use both.
 #[test]
-fn what_is_worked_for_a_process_of_two_shares_is_divided_as_they_were_charged() {
+fn work_of_a_process_of_two_shares_is_divided_as_charged() {
     let root = tempfile::tempdir().unwrap();
     let folders = two_shares(root.path());
     let accounts = folders.each_ref().map(|folder| folder.join("account"));
     proc_of(root.path(), 7, &accounts.each_ref().map(PathBuf::as_path));
     let assigned = |spent| assigned(root.path(), &folders, spent, &[(7, 0.5)]);
-    // First neither was charged; then one of them was.
+    // At first neither was charged, then one of them was.
     assert_eq!(assigned(0), ([0.25, 0.25], 0.0));
     assert_eq!(assigned(SECOND), ([0.5, 0.0], 0.0));
 }
@@ -218,7 +217,7 @@ impl Utilization for Answering {
 /// Without a process of a share in NVML's answers only the whole GPU's utilization is known, which never
 /// raises a price above its measurement. With one, its share is compared with its own processes.
 #[test]
-fn shares_are_compared_one_by_one_where_their_processes_are_seen() {
+fn shares_are_compared_singly_where_their_processes_are_seen() {
     let root = tempfile::tempdir().unwrap();
     let folders = two_shares(root.path());
     proc_of(root.path(), 7, &[&folders[0].join("account")]);
@@ -266,7 +265,7 @@ fn a_share_of_the_same_name_is_another_one() {
     account.unwrap().write_all_at(&[0; 8], 384).unwrap();
     sampler.step(2 * SECOND, &folders, &mut busy);
     assert_eq!(refill(&folders[0]).0, 1);
-    // First its account, later its cap page.
+    // First its account is replaced, then its cap page.
     let mut at = 2 * SECOND;
     for page in ["account", "cap"] {
         let other = share(root.path(), "other", Some(25));
@@ -301,7 +300,7 @@ fn a_share_without_a_limit_is_opened_once() {
 }
 
 #[test]
-fn a_page_that_its_tenant_broke_is_reported_and_other_shares_are_sampled() {
+fn a_broken_page_is_reported_and_other_shares_are_sampled() {
     let root = tempfile::tempdir().unwrap();
     let shares = [
         share(root.path(), "a", Some(25)),

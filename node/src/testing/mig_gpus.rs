@@ -25,7 +25,7 @@ use crate::root::DriverRoot;
 pub struct MigGpus {
     root: PathBuf,
     machine: Arc<Mutex<Machine>>,
-    /// Whenever a GPU is held back no more.
+    /// Signals that a GPU is no longer held back.
     released: Arc<Condvar>,
 }
 
@@ -33,23 +33,23 @@ pub struct MigGpus {
 struct Machine {
     description: Description,
     gpus: BTreeMap<String, Gpu>,
-    /// Those that another kernel driver has.
+    /// GPUs that another kernel driver has.
     left: BTreeMap<String, Gpu>,
     /// UUIDs of MIG devices that were given out.
     uuids: u32,
-    /// Changes that will fail.
+    /// Changes that fail next.
     failures: Vec<(Change, ChangeError)>,
-    /// States that will not be read.
+    /// Reads of the state that fail next.
     unread: Vec<NvmlError>,
     /// The changes that were carried out.
     changes: Vec<(String, Change)>,
-    /// There is no driver to open.
+    /// No driver can be opened.
     is_unloaded: bool,
-    /// GPUs whose changes do not end.
+    /// GPUs whose changes wait.
     held_back: BTreeSet<String>,
     /// The processes on GPUs.
     uses: BTreeMap<String, Vec<ProcessMemory>>,
-    /// Errors that nobody has read.
+    /// Errors that were not read yet.
     xids: Vec<(String, u64)>,
 }
 
@@ -83,7 +83,7 @@ impl MigGpus {
         Self::new(description, root)
     }
 
-    /// The GPUs of a description. What its profiles say is how MIG divides them.
+    /// The GPUs of a description. Its profiles define how MIG divides them.
     #[must_use]
     pub fn new(description: Description, root: &Path) -> Self {
         let gpu = |gpu: &GpuDescription| {
@@ -137,13 +137,13 @@ impl MigGpus {
         self.lock().changes.clone()
     }
 
-    /// The next change of the same kind as `like` (whatever its instance or place) fails. Several failures of one kind are
-    /// used up in their order.
+    /// The next change of the same kind as `like` (whatever its instance or placement) fails. Several failures of one
+    /// kind occur in their order.
     pub fn fail(&self, like: Change, error: ChangeError) {
         self.lock().failures.push((like, error));
     }
 
-    /// The next state that is asked for cannot be read.
+    /// The next read of the state fails.
     pub fn fail_to_read(&self, error: NvmlError) {
         self.lock().unread.push(error);
     }
@@ -153,7 +153,7 @@ impl MigGpus {
         self.gpu(uuid, |gpu| gpu.needs_reset = true);
     }
 
-    /// Resets a GPU: its instances are gone, and a pending MIG mode is on or off.
+    /// Resets a GPU: its instances are gone, and a pending change of MIG mode takes effect.
     pub fn reset(&self, uuid: &str) {
         self.gpu(uuid, |gpu| {
             gpu.actual.instances.clear();
@@ -167,7 +167,7 @@ impl MigGpus {
         self.lock().is_unloaded = is_unloaded;
     }
 
-    /// From now on changes of a GPU wait until it is held back no more.
+    /// From now on changes of a GPU wait until it is released.
     pub fn hold_back(&self, uuid: &str, is_held: bool) {
         if is_held {
             self.lock().held_back.insert(uuid.to_owned());
@@ -177,7 +177,7 @@ impl MigGpus {
         }
     }
 
-    /// These processes are on a GPU, by what is said of its use ([`Nvml::usage`]).
+    /// NVML reports these processes on a GPU ([`Nvml::usage`]).
     pub fn run(&self, uuid: &str, processes: Vec<ProcessMemory>) {
         self.lock().uses.insert(uuid.to_owned(), processes);
     }
@@ -206,7 +206,7 @@ impl MigGpus {
             .collect()
     }
 
-    /// Another kernel driver has taken the GPU, or the driver has it again, as at its start.
+    /// Another kernel driver takes the GPU, or the driver gets it back, as after its start.
     pub fn has_left(&self, uuid: &str, has_left: bool) {
         let mut machine = self.lock();
         let Machine { gpus, left, .. } = &mut *machine;
@@ -219,8 +219,8 @@ impl MigGpus {
         }
     }
 
-    /// Gives each GPU the minor number, the index and the PCI address of another one, as a boot can that probes them in
-    /// another order.
+    /// Gives each GPU the minor number, the index and the PCI address of another one. A boot that probes them in
+    /// another order does this.
     pub fn reorder(&self) {
         let gpus = &mut self.lock().description.gpus;
         let mut places: Vec<_> = gpus.iter().map(|it| (it.minor, it.index, it.pci)).collect();
@@ -432,16 +432,17 @@ impl Nvml for MigGpus {
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {
         let gpus = self.describe()?.gpus;
-        let gpu = gpus.iter().find(|gpu| gpu.uuid == gpu_uuid);
-        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        let gpu = gpus
+            .iter()
+            .find(|gpu| gpu.uuid == gpu_uuid)
+            .ok_or_else(|| unknown(gpu_uuid))?;
         let memory = |total, reserved, used| Memory {
             total,
             reserved,
             used,
             free: total - reserved - used,
         };
-        let processes = self.lock().uses.get(gpu_uuid).cloned();
-        let processes = processes.unwrap_or_default();
+        let processes = self.lock().uses.get(gpu_uuid).cloned().unwrap_or_default();
         let used = processes.iter().filter_map(|it| it.bytes).sum();
         let busy = self.utilization_rates(gpu_uuid).ok();
         let state = self.mig_state(gpu_uuid)?;
@@ -490,8 +491,7 @@ impl Nvml for MigGpus {
             return Err(machine.failures.remove(at).1);
         }
         let Machine { gpus, uuids, .. } = &mut *machine;
-        let gpu = gpus.get_mut(gpu_uuid);
-        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        let gpu = gpus.get_mut(gpu_uuid).ok_or_else(|| unknown(gpu_uuid))?;
         gpu.change(change, uuids)?;
         machine.changes.push((gpu_uuid.to_owned(), *change));
         Ok(())
@@ -506,8 +506,10 @@ impl Nvml for MigGpus {
 
     fn set_compute_mode(&self, gpu_uuid: &str, mode: ComputeMode) -> Result<(), NvmlError> {
         let mut machine = self.lock();
-        let gpu = machine.gpus.get_mut(gpu_uuid);
-        let gpu = gpu.ok_or_else(|| unknown(gpu_uuid))?;
+        let gpu = machine
+            .gpus
+            .get_mut(gpu_uuid)
+            .ok_or_else(|| unknown(gpu_uuid))?;
         gpu.actual.compute_mode = mode;
         Ok(())
     }
@@ -552,7 +554,7 @@ mod tests {
 
     use super::*;
 
-    /// What NVML does in its place: the pure function brings both to the same end.
+    /// Replaces NVML in the comparison: the pure function must bring both to the same end.
     #[test]
     fn partitions_are_made_and_removed() {
         let gpus = MigGpus::two_h100(Path::new("/"));

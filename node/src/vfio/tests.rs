@@ -144,7 +144,7 @@ fn a_crash_after_any_step_is_made_good() {
         for steps in 0..10 {
             let machine = machine(&[]);
             for wanted in [true, false] {
-                // As `reconcile` does, and no further.
+                // Like `reconcile`, but no further.
                 for _ in 0..steps {
                     let actual = machine.vfio.read(address(GPU), None).unwrap();
                     let record = machine.record.borrow().clone();

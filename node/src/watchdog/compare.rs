@@ -26,8 +26,8 @@ pub const TOLERANCE: u64 = 256 << 20;
 /// reserve.
 pub const UNOWNED_TOLERANCE: u64 = 256 << 20;
 
-/// Consecutive samples after which a difference is reported, or is over. A single one may be a free that
-/// the driver has not finished, or an inconsistent list of NVML.
+/// Consecutive samples after which a difference is reported, or is over. A single difference may be a free that the
+/// driver has not finished, or an inconsistent list of NVML.
 const CONFIRM: u32 = 2;
 
 /// The same for memory without an owner: the driver may take some seconds to free a dead process's
@@ -56,7 +56,7 @@ pub struct ShareSample {
     pub limit: u64,
     /// The charge of each context.
     pub context: u64,
-    /// Bytes that may be on the GPU as memory of no process, since they are managed memory.
+    /// Bytes on the GPU that may belong to no process, because they are managed memory.
     pub movable: u64,
     /// The slots in use; `None` if the account cannot be read now.
     pub slots: Option<Vec<SlotSample>>,
@@ -96,7 +96,7 @@ pub enum Owner {
     },
     /// A container that has the GPU without a cap.
     Uncapped,
-    /// No claim of ours on the GPU.
+    /// A process of no claim of ours on the GPU.
     Foreign,
     /// It has ended.
     Ended,
@@ -141,7 +141,7 @@ pub struct Findings {
     pub foreign: (u32, u64),
     /// Bytes without an owner, from the first sample on; `None` if the driver does not report them.
     pub unowned: Option<u64>,
-    /// Whether these were too many for long enough, so that no new claim may get the GPU.
+    /// Whether these were too many for so long that no new claim may get the GPU.
     pub is_withheld: bool,
 }
 
@@ -171,8 +171,8 @@ struct Suspicion {
 }
 
 impl GpuWatch {
-    /// A GPU that is withheld until samples show that its memory is free: an earlier process found memory without an
-    /// owner.
+    /// A GPU that is withheld until samples show that its memory is free, because an earlier process of the node found
+    /// memory without an owner.
     #[must_use]
     pub fn withheld() -> Self {
         Self {
@@ -300,8 +300,7 @@ fn differences(sample: &Sample) -> BTreeMap<Suspect, Difference> {
 fn unowned(sample: &Sample) -> Option<u64> {
     let alive = sample.processes.iter().filter(|p| p.owner != Owner::Ended);
     let held = sum(alive.map(|process| process.bytes));
-    // A process that ended leaves its memory to its forked children, which NVML does not list. It stays
-    // charged as long.
+    // The forked children of an ended process keep its memory, and NVML does not list them. It stays charged as long.
     let inherited = groups(sample).into_iter().map(|group| {
         let charged = sum(group.shares.iter().map(|share| charged(share)));
         charged.saturating_sub(sum(group.processes.iter().map(|process| process.bytes)))
@@ -416,8 +415,7 @@ impl Group<'_> {
         Some(charges)
     }
 
-    /// Compares all processes with the account, without the bytes that are already reported
-    /// (`named`).
+    /// Compares all processes with the account, without the bytes that are already reported (`named`).
     fn compare_sum(
         &self,
         context: Option<u64>,

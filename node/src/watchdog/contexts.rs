@@ -54,7 +54,7 @@ impl ContextSizes {
         Self::new(lines.into_iter().map(model))
     }
 
-    /// All that is known, as files keep it.
+    /// All known sizes, in the form that files keep.
     #[must_use]
     pub fn lines(&self) -> Vec<Line> {
         let line =

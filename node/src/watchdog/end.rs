@@ -1,8 +1,7 @@
 //! Ends a process that bypassed its share's cap.
 //!
-//! The process was identified by its PID some milliseconds ago. So first a pidfd is opened, which keeps
-//! referring to one process even if the PID is reused; then the process is identified again; only then it
-//! is ended.
+//! The process was identified by its PID some milliseconds ago. So first a pidfd is opened, which keeps referring to
+//! one process even if the PID is reused; then the process is identified again; only then it is ended.
 
 use std::io;
 

@@ -17,7 +17,7 @@ const READINGS: u32 = 4;
 /// What claims hold of a GPU, or of a partition that they share, by the plugin's ledger.
 #[derive(Clone, Debug, Default)]
 pub struct Held {
-    /// The GPU, or the MIG device that the partition is.
+    /// The GPU, or the MIG device of the partition.
     pub gpu_uuid: String,
     /// The capped shares.
     pub shares: Vec<HeldShare>,
@@ -34,13 +34,13 @@ pub struct Held {
 pub struct HeldShare {
     /// The device's key.
     pub key: String,
-    /// Its account page; of an oversubscribed share that of the memory which cannot move.
+    /// Its account page; for an oversubscribed share the one of the memory that cannot move.
     pub account: PathBuf,
     /// Bytes of it that all its programs together may hold.
     pub memory: u64,
     /// Bytes of the charge of each context.
     pub context: u64,
-    /// Of an oversubscribed share: all of its memory.
+    /// All memory of an oversubscribed share; `None` for others.
     pub all: Option<AllMemory>,
 }
 
@@ -131,7 +131,7 @@ impl Probe {
         if !is_known && !held.shares.is_empty() {
             return Err(Unwatchable::NoProcessMemory);
         }
-        // Without the processes' bytes it is not known which of them have an owner.
+        // Without the bytes of the processes it is not known how much memory has an owner.
         let used = used.filter(|used| is_known || *used == 0);
         let mut listed = Vec::new();
         for ProcessMemory { pid, bytes } in processes {
@@ -145,7 +145,8 @@ impl Probe {
         })
     }
 
-    /// Whose the processes are that were seen in the last samples, by PID. `pods` are the keys of the devices that pods hold, by the pod's UID.
+    /// The owners of the processes in the last samples, by PID. `pods` has the keys of the devices that pods hold, by
+    /// the pod's UID.
     #[must_use]
     pub fn owners(&self, pods: &BTreeMap<String, BTreeSet<String>>) -> BTreeMap<u32, usage::Owner> {
         let owner = |process: &Identity| {
@@ -257,8 +258,8 @@ impl Probe {
     }
 }
 
-/// The bytes in use that must have an owner. In MIG mode none: the driver removes a GPU instance only when no process has
-/// memory in it, and makes one only where memory is free.
+/// The bytes in use that must have an owner. 0 in MIG mode: the driver removes a GPU instance only when no process has
+/// memory in it, and creates one only where memory is free.
 fn counted(used: Option<u64>) -> u64 {
     used.unwrap_or(0)
 }
@@ -341,7 +342,7 @@ fn slots(before: &AccountCopy, after: &AccountCopy) -> Vec<SlotSample> {
             }
         })
         .collect();
-    // Released meanwhile.
+    // It was released in between.
     slots.extend(first.into_values().map(|then| SlotSample {
         pid: then.pid,
         charged: None,

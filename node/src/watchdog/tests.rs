@@ -1,5 +1,5 @@
-//! Programs of a share with an account and a driver, sampled at any moment: an honest share is never
-//! reported, a bypass always is.
+//! Programs of a share with an account and a driver, sampled at any moment: an honest share is never reported, a bypass
+//! always is.
 
 use proptest::prelude::*;
 
@@ -19,10 +19,10 @@ struct Program {
     charged: u64,
     changes: u64,
     held: u64,
-    /// Not charged any more but still held; freed after the next sample.
+    /// No longer charged but still held; freed after the next sample.
     late: u64,
     allocations: Vec<u64>,
-    /// An allocation that is charged and not made yet.
+    /// An allocation that is charged and not yet made.
     asked: Option<u64>,
     /// Memory that the driver has freed and that is still charged.
     returned: Option<u64>,

@@ -281,9 +281,9 @@ impl World {
     /// The sampler's step.
     fn step(&mut self) {
         self.next_step = self.now + PERIOD_NANOS;
-        let busy = percent_of_last_second(&mut self.history, self.ran);
-        let busy = busy.map(|busy| (busy + f64::from(self.foreign) / 100.0).min(1.0));
-        let busy = busy.filter(|_| self.nvml != Nvml::Silent);
+        let busy = percent_of_last_second(&mut self.history, self.ran)
+            .map(|busy| (busy + f64::from(self.foreign) / 100.0).min(1.0))
+            .filter(|_| self.nvml != Nvml::Silent);
         if !self.node_lives {
             return;
         }

@@ -31,7 +31,7 @@ pub enum Request {
 }
 
 impl Request {
-    /// The alternatives, the wanted first.
+    /// The alternatives, the preferred one first.
     pub fn asks(&self) -> &[Ask] {
         match self {
             Self::Exactly(ask) => std::slice::from_ref(ask),
@@ -51,7 +51,7 @@ pub struct Ask {
     pub cores: Option<u64>,
     /// Only this product, by number in [`PRODUCTS`].
     pub product: Option<usize>,
-    /// On another GPU than all others that ask so.
+    /// On another GPU than all other requests with this constraint.
     pub apart: bool,
 }
 
@@ -80,7 +80,7 @@ impl Class {
         }
     }
 
-    /// Whether it selects devices of a tier, with the GPU's memory or, oversubscribed, with more.
+    /// Whether it selects devices of a tier, with or without oversubscribed memory.
     pub fn accepts(self, tier: Tier, over: Option<u32>) -> bool {
         match self {
             Self::Oversubscribed => over.is_some(),
@@ -159,7 +159,7 @@ impl Claim {
     }
 }
 
-/// Sizes that are in many cases a part of a GPU, sometimes all of it, sometimes more than any has.
+/// Sizes that are often a part of a GPU, sometimes all of it, and sometimes more than any GPU has.
 fn any_memory() -> impl Strategy<Value = Option<u64>> {
     let gib = |range: Range<u64>| range.prop_map(|gib| Some(gib << 30));
     prop_oneof![

@@ -1,5 +1,5 @@
-//! The slices that we plan, given to kube-scheduler's allocator: what it allocates is what we promise, the node can prepare
-//! all of it, and the node refuses what an allocator grants that does not know of the other claims.
+//! kube-scheduler's allocator works on the slices that we plan. It allocates what we promise, and the node can prepare
+//! every allocation. The node refuses what an allocator grants without knowledge of the other claims.
 
 #![allow(
     clippy::unwrap_used,
@@ -30,7 +30,8 @@ fn start() -> Scheduler {
     Scheduler::start().unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Runs so many stories of nodes with so many GPUs, each with at most so many events; `TRANCHE_STORIES` is a factor.
+/// Runs this number of stories of nodes with this number of GPUs, each with at most `longest` events; `TRANCHE_STORIES`
+/// is a factor.
 fn tell(stories: u32, gpus: usize, longest: usize) {
     let stories = stories * tranche_allocator_oracle::stories_factor();
     let scheduler = RefCell::new(start());
@@ -47,7 +48,8 @@ fn tell(stories: u32, gpus: usize, longest: usize) {
     result.unwrap_or_else(|failure| panic!("{failure}"));
     let count = count.get();
     println!("{stories} stories: {count:?}");
-    // Each of these happened in many of the stories. The means are twice as high or more, because random stories differ.
+    // Each of these happened in many of the stories. The averages are at least twice as high, because random stories
+    // differ.
     assert!(count.started > stories, "{count:?}");
     assert!(2 * count.refused > stories, "{count:?}");
     assert!(20 * count.withdrawn > stories, "{count:?}");

@@ -1,5 +1,5 @@
-//! What we promise of a node, without slices: which tiers a GPU is offered in, what a share of it takes, and which GPU a
-//! claim gets first. It knows neither devices nor counters nor request policies.
+//! What we promise for a node, without slices: the tiers in which a GPU is offered, what a share takes of it, and which
+//! GPU a claim gets first. The model does not use devices, counters or request policies.
 
 use tranche_api::gpu_node::Inventory;
 use tranche_api::tier::Tier;
@@ -7,10 +7,10 @@ use tranche_api::tier::Tier;
 use crate::demand::{Ask, Claim, Number, Uuids};
 use crate::node::Policy;
 
-/// Bytes of a context that nobody measured, which a device has room for.
+/// The assumed bytes of a context that nobody measured. A device has room for one.
 const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
-/// The tiers of one GPU in the order in which claims that accept several get them.
+/// The tiers of one GPU, in the order in which a claim that accepts several tries them.
 const ORDER: [Tier; 5] = [
     Tier::Capped,
     Tier::Concurrent,
@@ -19,7 +19,7 @@ const ORDER: [Tier; 5] = [
     Tier::Passthrough,
 ];
 
-/// What a claim has of one GPU.
+/// What a claim holds of one GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holding {
     /// The GPU's place in the order of PCI addresses.
@@ -32,7 +32,7 @@ pub struct Holding {
     pub cores: u64,
     /// Bytes that are kept free for its CUDA context.
     pub context: u64,
-    /// Whether no other that asks so may have a share of the GPU.
+    /// Whether no other share with this constraint may be on the GPU.
     pub apart: bool,
 }
 
@@ -45,7 +45,7 @@ pub struct Model {
 #[derive(Debug)]
 struct Gpu {
     product: usize,
-    /// Bytes in total, and what the driver leaves of them.
+    /// Bytes in total, and without the driver's reserve.
     total: u64,
     available: u64,
     offers: Vec<Offer>,
@@ -83,7 +83,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// What a claim with these sizes takes of the tier; `None` where the tier has no such sizes.
+    /// What a claim with these sizes takes of the tier; `None` if the tier does not have such sizes.
     fn share(&self, ask: &Ask) -> Option<(u64, u64, u64)> {
         match self {
             Self::Capped {
@@ -119,7 +119,7 @@ impl Kind {
 }
 
 impl Model {
-    /// `withheld` are the GPUs that are not offered, `before` the node until now and what is held of it.
+    /// `withheld` are the GPUs that are not offered. `before` is the node before the change and what claims hold of it.
     pub fn new(
         inventory: &Inventory,
         products: &[usize],
@@ -127,27 +127,31 @@ impl Model {
         withheld: &[usize],
         before: Option<(&Self, &[Holding])>,
     ) -> Self {
-        let gpus = inventory.gpus.iter().zip(products).enumerate();
-        let gpus = gpus.map(|(number, (gpu, product))| {
+        let numbered = inventory.gpus.iter().zip(products).enumerate();
+        let gpus = numbered.map(|(number, (gpu, product))| {
             let total = gpu.memory.to_count().expect("bytes");
             let available = total - gpu.reserved_memory.to_count().expect("bytes");
             let offered = !withheld.contains(&number);
-            let offers = ORDER.into_iter().filter(|_| offered);
-            let offers: Vec<Offer> = offers
+            let offers: Vec<Offer> = ORDER
+                .into_iter()
+                .filter(|_| offered)
                 .filter_map(|tier| offer(tier, policy, total, available))
                 .collect();
             let withdrawn = before.map_or(Vec::new(), |(model, held)| {
-                let old = &model.gpus[number];
-                let old = old.offers.iter().chain(&old.withdrawn);
-                old.filter(|old| {
-                    held.iter()
-                        .any(|it| it.gpu == number && (it.tier, it.over) == (old.tier, old.over))
-                        && offers
+                let before = &model.gpus[number];
+                before
+                    .offers
+                    .iter()
+                    .chain(&before.withdrawn)
+                    .filter(|old| {
+                        held.iter().any(|it| {
+                            it.gpu == number && (it.tier, it.over) == (old.tier, old.over)
+                        }) && offers
                             .iter()
                             .all(|new| (new.tier, new.over) != (old.tier, old.over))
-                })
-                .cloned()
-                .collect()
+                    })
+                    .cloned()
+                    .collect()
             });
             Gpu {
                 product: *product,
@@ -162,8 +166,8 @@ impl Model {
         }
     }
 
-    /// What the claims of a pod get where `held` is held: for each claim and each of its requests the number of the chosen
-    /// alternative and the devices. It tries everything, in order: the first that fits is taken.
+    /// What the claims of a pod get beside `held`: for each request of each claim, the number of the chosen alternative
+    /// and the devices. It tries everything in order and takes the first that fits.
     pub fn allocate(&self, pod: &[Claim], held: &[Holding]) -> Option<Vec<Vec<Granted>>> {
         let mut search = Search {
             model: self,
@@ -174,8 +178,8 @@ impl Model {
         search.request(0, 0).then_some(search.granted)
     }
 
-    /// Whether the hardware can do what these holdings want of it: one tier on a GPU at a time, an exclusive GPU once, the
-    /// caps of shares in what there is.
+    /// Whether the hardware can serve these holdings: a GPU serves one tier at a time, an exclusive GPU has one claim,
+    /// and the caps of all shares fit the GPU.
     pub fn is_realisable(&self, held: &[Holding]) -> Result<(), String> {
         for (number, gpu) in self.gpus.iter().enumerate() {
             let on_gpu = || held.iter().filter(|it| it.gpu == number);
@@ -202,12 +206,15 @@ impl Model {
         Ok(())
     }
 
-    /// Whether a GPU that was given in this tier has at most the sharers and the memory that the policy lets it have.
+    /// Whether a GPU that was allocated in this tier has no more sharers and memory than the policy allows.
     pub fn is_within_policy(&self, held: &[Holding], given: &Holding) -> Result<(), String> {
         let gpu = &self.gpus[given.gpu];
         let is_given = |it: &&Offer| (it.tier, it.over) == (given.tier, given.over);
-        let offer = gpu.offers.iter().find(is_given);
-        let offer = offer.ok_or_else(|| format!("GPU {} is not offered", given.gpu))?;
+        let offer = gpu
+            .offers
+            .iter()
+            .find(is_given)
+            .ok_or_else(|| format!("GPU {} is not offered", given.gpu))?;
         let on_gpu = held.iter().filter(|it| it.gpu == given.gpu);
         let (count, memory) = on_gpu.fold((0, 0), |(n, sum), it| (n + 1, sum + it.memory));
         if given.apart
@@ -239,7 +246,7 @@ impl Model {
     }
 }
 
-/// How a GPU with so many bytes is offered; `None` where it is not.
+/// How a GPU with this memory is offered; `None` if it is not.
 fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offer> {
     if !policy.tiers.contains(&tier) {
         return None;
@@ -255,8 +262,9 @@ fn offer(tier: Tier, policy: &Policy, total: u64, available: u64) -> Option<Offe
             let usable = usable * percent / 100 / step * step;
             let part = usable / u64::from(policy.max_sharers) / step * step;
             let cores_step = u64::from(policy.cores_step);
-            let default_memory = policy.default_memory.map(|steps| steps * step);
-            let default_memory = default_memory.unwrap_or(part.max(step));
+            let default_memory = policy
+                .default_memory
+                .map_or(part.max(step), |steps| steps * step);
             if least < 2 || default_memory > usable {
                 return None;
             }
@@ -290,12 +298,12 @@ pub struct Granted {
     pub holdings: Vec<Holding>,
 }
 
-/// The search for the first allocation that fits, depth first. What it tries is in `held` and `granted`.
+/// A depth-first search for the first allocation that fits. `held` and `granted` hold the current attempt.
 struct Search<'a> {
     model: &'a Model,
     pod: &'a [Claim],
     held: Vec<Holding>,
-    /// One list of requests for each claim that was begun.
+    /// One list of requests for each claim that the search has reached.
     granted: Vec<Vec<Granted>>,
 }
 
@@ -324,7 +332,7 @@ impl Search<'_> {
         false
     }
 
-    /// Tries the request's next device, from a GPU and a tier on.
+    /// Tries the request's next device, starting at this GPU and tier.
     fn device(&mut self, claim: usize, request: usize, from: (usize, usize)) -> bool {
         let granted = &self.granted[claim][request];
         let ask = &self.pod[claim].requests[request].asks()[granted.choice];
@@ -355,7 +363,7 @@ impl Search<'_> {
         false
     }
 
-    /// What the claim gets of a GPU in a tier, where that fits beside what is held.
+    /// What the claim gets of a GPU in a tier, if that fits beside `held`.
     fn fit(&self, claim: usize, ask: &Ask, gpu: usize, number: usize) -> Option<Holding> {
         let offer = &self.model.gpus[gpu].offers[number];
         let (memory, cores, context) = offer.kind.share(ask)?;
@@ -402,13 +410,16 @@ impl Search<'_> {
 }
 
 impl Model {
-    /// The GPUs and tiers that the class and the product of an ask select, in order.
+    /// The GPUs and tiers that match the class and the product of an ask, in order.
     fn places(&self, ask: &Ask) -> Vec<(usize, usize)> {
         let wanted = |gpu: &Gpu| ask.product.is_none_or(|product| product == gpu.product);
         let gpus = self.gpus.iter().enumerate().filter(|(_, gpu)| wanted(gpu));
         gpus.flat_map(|(number, gpu)| {
-            let offers = gpu.offers.iter().enumerate();
-            let offers = offers.filter(|(_, offer)| ask.class.accepts(offer.tier, offer.over));
+            let offers = gpu
+                .offers
+                .iter()
+                .enumerate()
+                .filter(|(_, offer)| ask.class.accepts(offer.tier, offer.over));
             offers.map(move |(offer, _)| (number, offer))
         })
         .collect()

@@ -1,4 +1,4 @@
-//! Nodes, policies and what happens on a node, generated.
+//! Generated nodes, policies and events.
 
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -41,7 +41,7 @@ pub struct Policy {
     pub expected_sharers: u32,
     /// MiB.
     pub context: u64,
-    /// Percent, above 100; `None` for no more than the GPU has.
+    /// Percent, above 100; `None` without oversubscription.
     pub over: Option<u32>,
     /// Bytes.
     pub step: u64,
@@ -189,7 +189,7 @@ fn any_event(gpus: usize) -> impl Strategy<Value = Event> {
     ]
 }
 
-/// Stories of a node with so many GPUs.
+/// Stories of a node with this number of GPUs.
 pub fn any_story(gpus: usize, longest: usize) -> impl Strategy<Value = Story> {
     let products = prop_oneof![
         4 => (0..PRODUCTS.len()).prop_map(move |product| vec![product; gpus]),

@@ -1,5 +1,5 @@
-//! Partitions: what the allocator gives from the planned devices is what MIG can make, by the rules of the simulator, and what
-//! it refuses MIG cannot make.
+//! Partitions: from the planned devices the allocator allocates what MIG can create by the rules of the simulator, and
+//! nothing else.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -31,7 +31,7 @@ const MODELS: [ModelName; 7] = [
 /// The most shares of a GPU, or of a partition.
 const SHARERS: usize = 4;
 
-/// The slices of a node with one GPU of a model in all tiers, and all its partitions in shares, too.
+/// The slices of a node with one GPU of a model: all tiers, and all its partitions, exclusive and shared.
 fn slices(model: &Model) -> Vec<ResourceSlice> {
     let policy = Policy {
         tiers: Tier::ALL.to_vec(),
@@ -78,7 +78,7 @@ fn slices(model: &Model) -> Vec<ResourceSlice> {
 enum Wanted {
     /// A partition of a profile.
     Profile(&'static GpuProfile),
-    /// A partition with so many MiB at least.
+    /// A partition with at least this many MiB.
     Memory(u64),
     /// A share of a partition of a profile, in one of the two tiers that share partitions.
     ShareOf(&'static GpuProfile, Tier),
@@ -154,7 +154,7 @@ fn placed(model: &'static Model, device: DeviceName) -> Option<Placed> {
     Some((profile, place.start.into()))
 }
 
-/// Whether what a claim got is right where these devices are held.
+/// Whether the result of a claim is right while these devices are held.
 fn check(
     model: &'static Model,
     wanted: Wanted,
@@ -180,10 +180,12 @@ fn check(
             got => Err(format!("{got:?}, promised {expected:?}")),
         };
     }
-    // All that MIG can make now, and that the claim accepts.
-    let possible = model.profiles.iter().filter(|it| wanted.accepts(it));
-    let possible = possible.flat_map(|it| it.starts.iter().map(move |start| (it, *start)));
-    let possible: Vec<Placed> = possible
+    // All partitions that MIG can create now and that the claim accepts.
+    let possible: Vec<Placed> = model
+        .profiles
+        .iter()
+        .filter(|it| wanted.accepts(it))
+        .flat_map(|it| it.starts.iter().map(move |start| (it, *start)))
         .filter(|(it, start)| !is_whole && fits(model, &instances, it, *start))
         .collect();
     let least = possible.iter().map(|(it, _)| it.memory_mib).min();
@@ -197,7 +199,7 @@ fn check(
     }
 }
 
-/// The same for a share of a partition: the first in order that has room for one, or that can be made.
+/// The same for a share of a partition: the first in order that exists and has room, or that can be created.
 fn check_share(
     model: &'static Model,
     (profile, tier): (&'static GpuProfile, Tier),
@@ -232,7 +234,7 @@ fn layouts_that_the_geometry_forbids_are_not_allocated() {
     let mut scheduler = crate::start();
     let model = Model::of(ModelName::H100);
     scheduler.publish("node-a", &slices(model)).unwrap();
-    // Profiles in the order of the claims, and how many of them get a partition.
+    // Profiles in the order of the claims, and the number of them that get a partition.
     for (profiles, granted) in [
         (&["2g.20gb"; 4][..], 3),
         (&["3g.40gb", "3g.40gb", "1g.10gb"], 2),
@@ -298,7 +300,7 @@ fn wanted(model: &'static Model, which: prop::sample::Index, kind: Kind) -> Want
 }
 
 #[test]
-fn what_mig_can_make_is_allocated_on_every_model_and_nothing_else() {
+fn every_model_allocates_exactly_what_mig_can_create() {
     let scheduler = RefCell::new(crate::start());
     for name in MODELS {
         let model = Model::of(name);

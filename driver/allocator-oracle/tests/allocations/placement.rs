@@ -1,4 +1,4 @@
-//! On which GPUs several claims are, where they come at once.
+//! On which GPUs several claims are allocated that are created at the same time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -36,8 +36,11 @@ fn publish(scheduler: &mut Scheduler, tiers: &[Tier]) {
         retained: &[],
     })
     .unwrap();
-    let objects = plan.slices.iter().map(|slice| plan.object(slice, 1));
-    let objects: Vec<_> = objects.collect();
+    let objects: Vec<_> = plan
+        .slices
+        .iter()
+        .map(|slice| plan.object(slice, 1))
+        .collect();
     scheduler.reset().unwrap();
     scheduler.publish("node-a", &objects).unwrap();
 }
@@ -68,7 +71,7 @@ fn allocate(scheduler: &mut Scheduler, claim: &ResourceClaim) -> Option<String> 
 }
 
 #[test]
-fn shares_fill_one_gpu_and_those_that_ask_for_it_are_on_different_ones() {
+fn shares_fill_one_gpu_unless_they_ask_for_different_ones() {
     let mut scheduler = crate::start();
     for tier in [Tier::Capped, Tier::Concurrent, Tier::Timeshared] {
         publish(&mut scheduler, &Tier::ALL);

@@ -23,14 +23,15 @@ use crate::node::{Event, Policy, Story, inventory};
 
 const NODE: &str = "node-a";
 
-/// What happened in stories.
+/// The number of times that something happened in stories.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Count {
     /// Pods that were allocated what was promised.
     pub started: u32,
-    /// Pods that nothing was promised to and nothing was allocated to.
+    /// Pods that were promised nothing and got nothing.
     pub pending: u32,
-    /// Of those, pods that the node refuses if an allocator that knows of no other claim gives them something.
+    /// Those among them that the node refuses if an allocator that ignores all other claims allocates something to
+    /// them.
     pub refused: u32,
     /// Changes of the policy while claims had devices that are no longer offered.
     pub withdrawn: u32,
@@ -72,7 +73,7 @@ struct Run<'a> {
     count: Count,
 }
 
-/// Runs a story with slices that `distort` has changed. The error says at which event what was wrong.
+/// Runs a story with slices that `distort` has changed. The error names the event and the problem.
 pub fn story(
     scheduler: &mut Scheduler,
     story: &Story,
@@ -122,11 +123,10 @@ impl Run<'_> {
     /// Publishes the slices that are planned now.
     fn publish(&mut self, policy: &Policy, withheld: &[usize]) -> Result<(), String> {
         let held: BTreeSet<&String> = self.pods.iter().flat_map(|pod| &pod.devices).collect();
-        let retained = self
+        let retained: Vec<PublishedDevice> = self
             .devices
             .iter()
-            .filter(|device| held.contains(&device.name));
-        let retained: Vec<PublishedDevice> = retained
+            .filter(|device| held.contains(&device.name))
             .filter_map(|device| {
                 Some(PublishedDevice {
                     content: Some(device.clone()),
@@ -210,8 +210,10 @@ impl Run<'_> {
         results: &[AllocationResult],
         promised: &[Vec<Granted>],
     ) -> Result<(), String> {
-        let allocated = results.iter().map(|result| self.read(result));
-        let allocated = allocated.collect::<Result<Vec<_>, _>>()?;
+        let allocated = results
+            .iter()
+            .map(|result| self.read(result))
+            .collect::<Result<Vec<_>, _>>()?;
         if allocated != promised {
             return Err(format!("promised {promised:?}, allocated {allocated:?}"));
         }
@@ -244,8 +246,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// A pod gets nothing. An allocator that knows of no other claim may give it something: the node refuses that exactly
-    /// where the hardware cannot do it.
+    /// A pod gets nothing. An allocator that ignores all other claims may allocate something: the node must refuse it
+    /// exactly if the hardware cannot serve it.
     fn refuse(&mut self, objects: &[ResourceClaim]) -> Result<(), String> {
         let outcome = self.scheduler.allocate(objects, Knowledge::None);
         let Outcome::Allocated(results) = outcome.map_err(|error| error.to_string())? else {
@@ -272,7 +274,7 @@ impl Run<'_> {
         }
     }
 
-    /// What the node would do for the claims, one after the other.
+    /// What the node would do for the claims, in order.
     fn prepare(
         &self,
         objects: &[ResourceClaim],
@@ -281,8 +283,8 @@ impl Run<'_> {
         let mut plans: Vec<PreparationPlan> = Vec::new();
         for (claim, result) in objects.iter().zip(results) {
             let claim = self::allocated(claim, result);
-            let allocation = Allocation::from_claim(&claim, &pool(NODE));
-            let allocation = allocation.map_err(|error| error.to_string())?;
+            let allocation =
+                Allocation::from_claim(&claim, &pool(NODE)).map_err(|error| error.to_string())?;
             let held = self.pods.iter().flat_map(|pod| &pod.plans).chain(&plans);
             match preparation::plan(&allocation, &self.inventory, held) {
                 Ok(plan) => plans.push(plan),
@@ -303,8 +305,10 @@ impl Run<'_> {
                 granted.holdings.push(holding);
                 continue;
             }
-            let choice = result.request.split_once("/choice-");
-            let choice = choice.map_or(0, |(_, number)| number.parse().unwrap());
+            let choice = result
+                .request
+                .split_once("/choice-")
+                .map_or(0, |(_, number)| number.parse().unwrap());
             let holdings = vec![holding];
             granted.push((result.request, Granted { choice, holdings }));
         }
@@ -312,12 +316,19 @@ impl Run<'_> {
     }
 
     fn holding(&self, result: &DeviceRequestAllocationResult) -> Result<Holding, String> {
-        let device = self.devices.iter().find(|it| it.name == result.device);
-        let device = device.ok_or_else(|| format!("no device {}", result.device))?;
+        let device = self
+            .devices
+            .iter()
+            .find(|it| it.name == result.device)
+            .ok_or_else(|| format!("no device {}", result.device))?;
         let text = |name: &str| device.attributes.as_ref()?[name].string.clone();
         let uuid = text(attribute::UUID).unwrap();
-        let over = result.device.parse::<DeviceName>().unwrap();
-        let over = over.oversubscription().map(|it| it.percent().into());
+        let over = result
+            .device
+            .parse::<DeviceName>()
+            .unwrap()
+            .oversubscription()
+            .map(|it| it.percent().into());
         let isolation = text(attribute::ISOLATION).unwrap();
         let tier: Tier = match over {
             Some(_) if isolation == OVERSUBSCRIBED => Tier::Capped,

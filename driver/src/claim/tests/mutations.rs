@@ -46,7 +46,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4_000))]
 
     #[test]
-    fn a_mutated_share_config_is_read_or_refused_by_a_field_that_it_could_have(
+    fn a_mutated_share_config_is_read_or_refused_by_a_known_field(
         mutations in any_mutations(WORDS),
         mode in prop::sample::select(vec!["strict", "workConserving"]),
         source in prop::sample::select(vec!["FromClass", "FromClaim"]),

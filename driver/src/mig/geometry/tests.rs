@@ -44,7 +44,7 @@ const POSSIBLE: [&str; 13] = [
 ];
 
 const IMPOSSIBLE: [&str; 7] = [
-    // No slice is left for a seventh of the memory.
+    // No slice is left to get a seventh of the memory.
     "3g.40gb@0 3g.40gb@4 1g.10gb@6",
     "4g.40gb@0 3g.40gb@0",
     "4g.40gb@0 3g.40gb@4 1g.10gb@6",
@@ -126,8 +126,8 @@ fn what_cannot_be_names_the_profile_and_the_field() {
 }
 
 proptest! {
-    /// Whatever is given away one by one as long as it fits, no memory slice is given twice, and the compute slices do
-    /// not exceed the GPU's.
+    /// Partitions are allocated one by one as long as they fit: no memory slice is allocated twice, and the compute
+    /// slices do not exceed the GPU's.
     #[test]
     fn what_fits_overlaps_nowhere(picks in prop::collection::vec(any::<prop::sample::Index>(), 1..40)) {
         let h100 = geometry(&tables::h100(&["GPU"]));

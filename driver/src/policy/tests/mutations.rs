@@ -1,4 +1,4 @@
-//! Whole SharingPolicies, valid at first, changed anywhere.
+//! Whole SharingPolicies that are valid at first and then changed anywhere.
 
 use std::sync::LazyLock;
 
@@ -137,7 +137,7 @@ fn schema_of_policies() -> Value {
     schema
 }
 
-/// What the policy is refused for on a GPU that it names.
+/// Why the policy is refused for a GPU that it names.
 fn refusal(policy: &SharingPolicy) -> Option<String> {
     let spec = &policy.spec;
     let of_terms = Terms::try_from(spec).err();
@@ -152,9 +152,9 @@ fn refusal(policy: &SharingPolicy) -> Option<String> {
     Some(problem.to_string())
 }
 
-/// What the schema refuses and the types hold: words and numbers that a later schema may allow, which must not blind a watch
-/// of this release; an expression without a key, which selects by the empty label; lists of nothing, which serde reads as
-/// objects; and numbers above those of the API server.
+/// What the schema refuses and the types accept: words and numbers that a later schema may allow, because they must not
+/// blind a watch of this release; an expression without a key, which selects by the empty label; empty lists, which
+/// serde reads as objects; and numbers above those of the API server.
 fn is_wider_than_the_schema(path: &str, value: &Value) -> bool {
     let is_of_later = [
         "spec.priority",
@@ -171,7 +171,7 @@ fn is_wider_than_the_schema(path: &str, value: &Value) -> bool {
     is_of_later.contains(&path) || is_key || value.is_array() || is_large
 }
 
-/// The amount that the schema's rules refuse: those in CEL let only what fits into 64 bits pass.
+/// An amount that the schema's rules in CEL refuse, because they accept only what fits into 64 bits.
 fn refused_amount(policy: &Value) -> Option<String> {
     let amounts = ["contextMemory", "memoryStep", "defaultMemory"];
     let paths = amounts.map(|it| format!("spec.capped.{it}"));
@@ -205,11 +205,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(4_000))]
 
     #[test]
-    fn a_mutated_policy_is_read_or_refused_by_a_field_that_it_could_have(mutations in any_mutations(WORDS)) {
+    fn a_mutated_policy_is_read_or_refused_by_a_known_field(mutations in any_mutations(WORDS)) {
         let policy = mutated(valid(), &mutations);
         let stored = schema::stored(&SCHEMA, &policy);
         let path = match &stored {
-            // One policy that does not decode would blind the watch to all.
+            // One policy that cannot be decoded would blind the watch to all policies.
             Ok(stored) => match serde_json::from_value::<SharingPolicy>(stored.clone()) {
                 Ok(policy) => {
                     let Some(problem) = refusal(&policy) else {
@@ -228,7 +228,7 @@ proptest! {
         let is_map = path.contains(".matchLabels.");
         prop_assert!(path.is_empty() || is_map || schema::at(&SCHEMA, &path).is_some(), "{} of {}", path, policy);
 
-        // What was written while there was another schema is read all the same, or is no policy at all.
+        // A policy that was stored under another schema can still be read, or is refused as a whole.
         let Ok(decoded) = serde_json::from_value::<SharingPolicy>(policy.clone()) else {
             return Ok(());
         };

@@ -49,7 +49,7 @@ fn a_share_has_a_part_of_the_gpu_and_an_account_of_it() {
         plan.undo()[1..3],
         [undone(Account::Resident), undone(Account::Memory)]
     );
-    // Another release of the same plan is the same.
+    // Another release gets the same plan.
     let json = serde_json::to_value(&plan).unwrap();
     assert_eq!(
         serde_json::from_value::<PreparationPlan>(json).unwrap(),
@@ -58,7 +58,7 @@ fn a_share_has_a_part_of_the_gpu_and_an_account_of_it() {
 }
 
 #[test]
-fn a_share_whose_memory_is_not_oversubscribed_is_written_as_ever() {
+fn a_share_without_oversubscribed_memory_is_written_as_before() {
     let plan = prepared("a", &[capped("20Gi", "10")], &[]);
     let text = serde_json::to_string(&plan).unwrap();
     assert!(
@@ -78,7 +78,7 @@ fn parts_of_the_gpu_add_up_to_the_gpu_at_most() {
         error.contains("memory would add up to 81408Mi of 80959Mi"),
         "{error}"
     );
-    // What a scheduler that ignores counters might give away.
+    // What a scheduler that ignores counters might allocate.
     prepared("b", &[capped("29Gi", "10")], held);
     let error = refusal(&[capped("30Gi", "10")], held);
     assert!(error.contains("memory would add up to 80Gi of"), "{error}");

@@ -10,7 +10,7 @@ use super::*;
 use crate::claim::DeviceName;
 use crate::mig::{Profile, Slices, tables};
 
-/// A share of the partition `1g10gb-6` or the like of GPU 0.
+/// A share of a partition of GPU 0, for example `1g10gb-6`.
 fn share_of(partition: &str, memory: &str, cores: &str) -> Value {
     let device = format!("gpu-00000000-capped-{partition}");
     with(capped(memory, cores), &json!({"device": device}))
@@ -76,7 +76,7 @@ fn a_share_holds_the_partition_and_has_a_cap() {
         .clone()
         .on_gpu(&gpu(0).uuid, None, |_| Some(mig.clone()));
     assert_eq!(made.device_uuid(&device.key), Some("MIG-1"));
-    // Two claims hold one place; the place is held until the last is gone.
+    // Two claims hold one placement; it is held until the last of them is gone.
     let other = planned(
         "b",
         &[share_of("3g40gb-4", "10Gi", "50")],
@@ -99,7 +99,7 @@ fn an_observer_of_a_shared_partition_holds_nothing() {
     assert_eq!(plan.devices[0].cap, Cap::None {});
 }
 
-/// What an allocator that ignores counters might give away.
+/// What an allocator that ignores counters might allocate.
 #[test]
 fn what_does_not_go_with_the_shares_of_a_partition_is_refused() {
     let held = planned("held", &[share_of("3g40gb-4", "20Gi", "60")], &[]).unwrap();
@@ -239,11 +239,11 @@ fn a_node_that_withholds_partitions_withholds_their_shares() {
         ..WithheldGpu::whole(&gpu(0).uuid, "MigMode", "no".to_owned())
     };
     assert!(refuse_withheld(&plan, &[entry(Tier::Partition)].iter()).is_err());
-    // The GPU is in MIG mode: only as a whole it is not to be had.
+    // The GPU is in MIG mode: only the whole GPU cannot be allocated.
     assert!(refuse_withheld(&plan, &[entry(Tier::Capped)].iter()).is_ok());
 }
 
-/// Partitions of GPU 0, shares of them, and of the whole GPU.
+/// Partitions of GPU 0, shares of them, and shares of the whole GPU.
 fn any_results() -> impl Strategy<Value = Vec<Value>> {
     const PARTITIONS: [&str; 6] = [
         "1g10gb-6", "1g10gb-0", "2g20gb-4", "3g40gb-4", "3g40gb-0", "7g80gb-0",
@@ -253,13 +253,13 @@ fn any_results() -> impl Strategy<Value = Vec<Value>> {
         0..8_u32,
         1..45_u64,
         1..=100_u8,
-    );
-    let one = one.prop_map(|(name, kind, gib, cores)| match kind {
-        0 => capped("1Gi", "1"),
-        1 | 2 => partition(name),
-        3 | 4 => concurrent_share_of(name, &format!("{gib}Gi"), &cores.to_string()),
-        _ => share_of(name, &format!("{gib}Gi"), &cores.to_string()),
-    });
+    )
+        .prop_map(|(name, kind, gib, cores)| match kind {
+            0 => capped("1Gi", "1"),
+            1 | 2 => partition(name),
+            3 | 4 => concurrent_share_of(name, &format!("{gib}Gi"), &cores.to_string()),
+            _ => share_of(name, &format!("{gib}Gi"), &cores.to_string()),
+        });
     prop::collection::vec(one, 1..3)
 }
 

@@ -1,8 +1,8 @@
 //! Capped shares of a GPU whose memory is oversubscribed.
 //!
-//! The device has a name of its own, with the percentage, so that the GPU's counters keep such shares and others apart, also after
-//! a change of the policy. Its attributes say otherwise what it is: the class of the tier does not select it, and no claim gets
-//! such a share that did not ask for one.
+//! The device's own name has the percentage, so that the GPU's counters keep such shares and others apart, also after a
+//! change of the policy. Its attributes differ, too: the class of the tier does not select it, so only a claim that
+//! asks for such a share gets one.
 
 use k8s_openapi::api::resource::v1::DeviceAttribute;
 use tranche_api::gpu_node::Gpu;
@@ -28,7 +28,7 @@ pub(super) fn check(gpu: &Gpu) -> Result<(), OfferError> {
     Err(OfferError::NotOversubscribed { why })
 }
 
-/// What is different from other capped shares: a neighbour can push a share's memory out of the GPU.
+/// The difference to other capped shares: a neighbour can push a share's memory out of the GPU.
 pub(super) fn attributes(over: Oversubscription) -> [(String, DeviceAttribute); 4] {
     let percent = i64::from(over.percent());
     [

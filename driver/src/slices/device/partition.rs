@@ -1,8 +1,9 @@
 //! The partitions of a GPU.
 //!
-//! All that MIG could make of the GPU are offered at the same time: each consumes its slices of the GPU's counters, so
-//! that an allocation takes those away that overlap with it. Instances that an administrator made are offered as they
-//! are; nothing that overlaps with one of them is offered. The policy may name the profiles that are offered.
+//! All partitions that MIG could create on the GPU are offered at the same time. Each consumes its slices of the GPU's
+//! counters, so an allocation closes the partitions that overlap with it. Instances that an administrator created are
+//! offered as they are; nothing that overlaps with one of them is offered. The policy may name the profiles that are
+//! offered.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,8 +20,8 @@ use super::{ALL_CORES, Counters, OfferError, Parent, exact_text, isolation, plai
 use crate::claim::DeviceName;
 use crate::mig::{Geometry, Partition, Profile};
 
-/// The partitions under which a GPU is offered, in the order in which the scheduler is to try them. `common` are the
-/// attributes of the GPU; `profiles` are those that the policy offers, all where there are none.
+/// The partitions under which a GPU is offered, in the order in which the scheduler tries them. `common` are the
+/// attributes of the GPU; `profiles` are those that the policy offers, empty for all.
 pub(super) fn of_gpu(
     parent: &Parent<'_>,
     profiles: &BTreeSet<Profile>,
@@ -41,7 +42,7 @@ pub(super) fn of_gpu(
         .collect()
 }
 
-/// How MIG divides the GPU; `None` where it cannot: a policy for many models names what only some of them have.
+/// How MIG divides the GPU; `None` if it cannot: a policy for many models may name what only some of them have.
 pub(super) fn geometry<'a>(parent: &Parent<'a>) -> Result<Option<&'a Geometry>, OfferError> {
     if !parent.gpu.mig_capable {
         return Ok(None);
@@ -53,15 +54,15 @@ pub(super) fn geometry<'a>(parent: &Parent<'a>) -> Result<Option<&'a Geometry>, 
     }
 }
 
-/// A partition that is there or can be made.
+/// A partition that exists or can be created.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Possible<'a> {
     pub(super) partition: &'a Partition,
-    /// The MIG device's UUID, where an administrator made it.
+    /// The MIG device's UUID, if an administrator created it.
     uuid: Option<&'a str>,
 }
 
-/// What MIG can make of the GPU beside the instances that an administrator made, and these, in order.
+/// The instances that an administrator created, and what MIG can create beside them, in order.
 pub(super) fn possible<'a>(
     gpu: &'a Gpu,
     geometry: &'a Geometry,
@@ -79,7 +80,7 @@ pub(super) fn possible<'a>(
             .find(|(taken, _)| taken.slices.memory & partition.slices.memory != 0);
         let uuid = match instance {
             None => None,
-            // Without a compute instance of its own it is nothing that a claim can have.
+            // No claim can have it without a compute instance that has all of it.
             Some((taken, instance)) if *taken == partition => Some(instance.uuid.as_deref()?),
             Some(_) => return None,
         };
@@ -94,7 +95,7 @@ fn is_switched_without_reset(gpu: &Gpu) -> bool {
     gpu.architecture != "Ampere"
 }
 
-/// The instances that Tranche did not make, each with the partition that it is.
+/// The instances that Tranche did not create, each with its partition.
 fn existing<'a>(
     gpu: &'a Gpu,
     geometry: &'a Geometry,
@@ -141,7 +142,7 @@ fn device(
 }
 
 impl Possible<'_> {
-    /// The GPU's attributes, and what the partition is of it.
+    /// The GPU's attributes, and those of the partition.
     pub(super) fn attributes(
         &self,
         parent: &Parent<'_>,
@@ -149,7 +150,7 @@ impl Possible<'_> {
     ) -> Result<BTreeMap<String, DeviceAttribute>, OfferError> {
         let mut attributes = common.clone();
         // The attribute `uuid` is never missing, because a selector that names a missing attribute is an error for the pod.
-        // Before the partition is made it is the GPU's.
+        // Before the partition is created it is the GPU's UUID.
         let own = [
             (attribute::TYPE, text("mig")),
             (
@@ -175,8 +176,8 @@ impl Possible<'_> {
     }
 }
 
-/// All of a partition belongs to its claim, so the capacities have no request policy: a claim gets the first partition
-/// that has at least what it asks for.
+/// The whole partition belongs to its claim, so the capacities have no request policy: a claim gets the first partition
+/// that has at least what it requests.
 fn capacities(geometry: &Geometry, partition: &Partition) -> BTreeMap<String, DeviceCapacity> {
     let slices = partition.slices;
     let cores = ALL_CORES * u64::from(slices.compute) / u64::from(geometry.whole.compute.max(1));

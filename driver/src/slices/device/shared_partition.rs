@@ -1,7 +1,7 @@
 //! Partitions of a GPU that several claims share.
 //!
-//! A partition is a device of its own in each tier in which it is shared, beside the device that gives all of it to one claim. All
-//! of them consume the same counters, so the first allocation decides which of them the partition serves.
+//! A partition is a device of its own in each tier in which it is shared, beside the exclusive device. All of these
+//! devices consume the same counters, so the first allocation decides which tier the partition serves.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use crate::claim::{DeviceName, PartitionTier};
 use crate::mig::Profile;
 use crate::policy::Terms;
 
-/// The tiers, in the order in which the scheduler is to try them.
+/// The tiers, in the order in which the scheduler tries them.
 const ORDER: [PartitionTier; 2] = [PartitionTier::Capped, PartitionTier::Concurrent];
 
 /// How partitions are shared in a tier.
@@ -27,7 +27,7 @@ struct Sharing<'a> {
 }
 
 impl<'a> Sharing<'a> {
-    /// `None` where no partition is shared in the tier.
+    /// `None` if no partition is shared in the tier.
     fn of(tier: PartitionTier, terms: &'a Terms) -> Option<Self> {
         let (profiles, sharers) = match tier {
             PartitionTier::Capped => (&terms.capped.on_partitions, terms.capped.max_sharers),
@@ -44,8 +44,8 @@ impl<'a> Sharing<'a> {
     }
 }
 
-/// The shared partitions under which a GPU is offered, in the order in which the scheduler is to try them, and why others are not.
-/// `common` are the attributes of the GPU.
+/// The shared partitions under which a GPU is offered, in the order in which the scheduler tries them, and why others
+/// are not. `common` are the attributes of the GPU.
 pub(super) fn of_gpu(
     parent: &Parent<'_>,
     terms: &Terms,
@@ -92,7 +92,7 @@ fn in_tier(
         }
         match device(sharing, parent, &possible, terms, common) {
             Ok(device) => devices.push(device),
-            // The placements of a profile come one after the other, and have all the same memory.
+            // The placements of a profile are adjacent in the list and all have the same memory.
             Err(_) if last == Some(profile) => {}
             Err(error) => refused.push(OfferError::OnPartition {
                 profile,
@@ -127,7 +127,8 @@ fn device(
         .map(|(name, value)| (name.to_owned(), value));
     let tier = sharing.tier.tier();
     let mut attributes = possible.attributes(parent, common)?;
-    // What divides those that share it: the partition's border is hardware, and no claim of this tier is told apart by it.
+    // The isolation between the shares: hardware isolates the partition from others, but not its shares from each
+    // other.
     attributes.extend(isolation(tier));
     Ok(Device {
         name: name.to_string(),

@@ -1,6 +1,5 @@
-//! Boots after which the node's GPUs come up in any order, at any address, some of them gone or
-//! replaced, some with UUIDs that begin with the same digits: every claim gets its own GPU, or the
-//! error that it is gone.
+//! After a boot the node's GPUs come up in any order and at any address. Some are gone or replaced, some have UUIDs
+//! that begin with the same digits. Every claim gets its own GPU, or the error that it is gone.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,8 +15,8 @@ use crate::gpu::{GpuUuid, UuidPrefix};
 use crate::preparation::{self, PreparationPlan, PreparationProblem};
 use crate::testing::{allocation, gpu, plain};
 
-/// All GPUs, in the node or not. Of each three, two begin with the same eight digits, and two of
-/// those differ only in the last digit.
+/// All GPUs, in the node or not. Of every three, two begin with the same eight digits, and two of those differ only in
+/// the last digit.
 const GPUS: u32 = 6;
 
 fn uuid(card: u32) -> String {
@@ -130,9 +129,9 @@ fn prepare(
     prepared.map_err(|error| error.problem)
 }
 
-/// Whether a claim that was never prepared may get another GPU: its GPU was removed before the
-/// kubelet prepared the claim, and was replaced by one with the same first eight digits. That is one
-/// in 2^32 replacements, and the node cannot detect it.
+/// Whether a claim that was never prepared may get another GPU: its GPU was removed before the kubelet prepared the
+/// claim, and was replaced by one with the same first eight digits. That happens once in 2^32 replacements, and the
+/// node cannot detect it.
 fn is_indistinguishable(claim: &Claim, inventory: &Inventory) -> bool {
     let Ok(DeviceName::Gpu { gpu: prefix, .. }) = claim.device.parse() else {
         return false;
@@ -210,7 +209,7 @@ proptest! {
                     claims.remove(&name);
                 }
             }
-            // New claims never meet an old one on their GPU.
+            // A new claim never gets a GPU that an old one holds.
             for prepared in &boot.claims {
                 let Some(claim) = allocate(&published, &claims) else {
                     continue;
@@ -264,7 +263,7 @@ fn gpus_that_begin_alike_have_all_digits_in_their_names() {
         "gpu-00000000000040008000000000000001",
     ];
     assert_eq!(names(&both), long);
-    // A name that may be allocated never comes to mean another GPU: card 2 in the place of card 0.
+    // A name that may be allocated never names another GPU: card 2 in the place of card 0.
     let replaced = exclusive(&[2, 1], &alone);
     assert_eq!(names(&replaced), [long[2], long[1]]);
     for name in long {

@@ -6,7 +6,7 @@ use super::{all_tiers, inventory, planned, policy};
 use crate::slices::{Digest, PlannedSlice, dropped, same};
 use crate::testing::gpu;
 
-/// Whether two specs are the same, which their digests must say too: without the pool.
+/// Whether two specs are the same. Their digests, which ignore the pool, must agree.
 fn same_twice(one: &ResourceSliceSpec, other: &ResourceSliceSpec) -> bool {
     let same_but_for_pool = {
         let mut other = other.clone();
@@ -56,7 +56,7 @@ fn slices_that_mean_the_same_are_the_same() {
     ] {
         assert!(!same_twice(&spec, &change(pointer, value)), "{pointer}");
     }
-    // Not even those of an attribute that is called like one.
+    // Not even those of an attribute with such a name.
     let named = |value: &str| change("/devices/0/attributes/capacity", json!({"string": value}));
     assert!(!same_twice(&named("1"), &named("1000m")));
     let counters = |value: &str| {
@@ -96,7 +96,7 @@ fn the_time_of_a_taint_is_the_servers() {
     );
     assert!(same(&none, &one) && same(&one, &none));
     assert!(!same(&one, &other));
-    // The digest leaves the time out.
+    // The digest ignores the time.
     assert_eq!(Digest::of(&none), Digest::of(&one));
     assert_eq!(Digest::of(&one), Digest::of(&other));
     assert_eq!(dropped(&one, &none), []);
@@ -153,7 +153,7 @@ fn dropped_fields_name_their_gate() {
         without(devices, &["nodeName"]),
         ["the API server dropped spec.nodeName"]
     );
-    // Something else in a field is a difference, not a loss.
+    // A different value in a field is a difference, not a loss.
     let spec = plan.spec(devices, 1);
     let mut other = spec.clone();
     other.node_name = Some("node-b".to_owned());

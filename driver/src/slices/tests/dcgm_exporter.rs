@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// What `internal/pkg/transformation/dra.go` of dcgm-exporter takes from a device: the GPU's UUID, and the profile of a
-/// partition; `None` where it finds nothing.
+/// What `internal/pkg/transformation/dra.go` of dcgm-exporter reads from a device: the GPU's UUID, and the profile of a
+/// partition; `None` if it finds nothing.
 fn as_dcgm_exporter_reads(device: &Device) -> Option<(String, Option<String>)> {
     let attributes = device.attributes.as_ref()?;
     // Names without a domain only.

@@ -1,5 +1,5 @@
-//! What the API server and the scheduler demand of a pool (resource.k8s.io/v1, Kubernetes 1.37),
-//! written down once more and independently of the planner.
+//! The requirements of the API server and the scheduler for a pool (resource.k8s.io/v1, Kubernetes 1.37), written again
+//! independently of the planner.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -169,7 +169,8 @@ fn check_counters(device: &Device, sets: &BTreeMap<String, BTreeMap<String, Quan
         }
         let is_whole = |(name, counter): (&String, &Counter)| amount(&counter.value) == set[name];
         let takes_all = entry.counters.len() == set.len() && entry.counters.iter().all(is_whole);
-        // A partition, shared or not, takes its part. Every other device takes all of its GPU, so that no two of them go together.
+        // A partition, shared or not, takes its part. Every other device takes the whole GPU, so that no two of them
+        // can be allocated together.
         let name: DeviceName = device.name.parse().unwrap();
         assert!(takes_all || name.place().is_some(), "{name}");
     }

@@ -19,7 +19,7 @@ fn policies(percent: u32) -> [SharingPolicy; 1] {
 }
 
 #[test]
-fn the_device_has_a_name_and_attributes_of_its_own_and_more_memory() {
+fn the_device_has_its_own_name_and_attributes_and_more_memory() {
     let node = inventory(vec![gpu(0)]);
     let [plain, over] = [100, 250].map(|percent| devices(&planned(&node, &policies(percent))));
     limits::check(&objects(&planned(&node, &policies(250))));
@@ -59,7 +59,7 @@ fn the_device_has_a_name_and_attributes_of_its_own_and_more_memory() {
     assert_eq!(over[0].allow_multiple_allocations, Some(true));
 }
 
-/// The GPU's counters keep those that have shares of it from those of another percentage.
+/// The GPU's counters keep its shares apart from those of another percentage.
 #[test]
 fn a_change_of_the_percentage_leaves_held_shares_their_device() {
     let node = inventory(vec![gpu(0)]);

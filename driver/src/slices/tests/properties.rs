@@ -94,8 +94,8 @@ proptest! {
     fn every_plan_is_within_the_apis_limits(gpus in any_gpus(), policies in any_policies()) {
         let plan = planned(&inventory(gpus), &policies);
         limits::check(&objects(&plan));
-        // Where a policy's contexts leave nothing of a small GPU to share, or its node reports no division, that is what is
-        // said.
+        // If a policy's contexts leave nothing of a small GPU to share, or its node reports no division, the plan says
+        // so.
         for entry in &plan.withheld {
             let expected = match &entry.tiers[..] {
                 [Tier::Partition] => reason::NOT_DIVIDED,
@@ -151,7 +151,7 @@ proptest! {
                 let usable = Quantity::try_from(&memory.value).unwrap().to_count().unwrap();
                 let (total, reserved) = (gpu.memory.to_count().unwrap(), gpu.reserved_memory.to_count().unwrap());
                 prop_assert!(usable + reserved + contexts <= total);
-                // And no more than one step is lost to rounding.
+                // And rounding loses at most one step.
                 prop_assert!(usable + reserved + contexts + terms.memory_step > total);
             }
         }

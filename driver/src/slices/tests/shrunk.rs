@@ -1,4 +1,4 @@
-//! A policy that offers less than before, while claims hold what it no longer offers.
+//! A policy that offers less than before, while claims still hold the rest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -43,11 +43,12 @@ fn is_open(device: &Device) -> bool {
 
 fn counter_sets(plan: &SlicePlan) -> BTreeMap<String, CounterSet> {
     let contents = plan.slices.iter().map(|slice| &slice.content);
-    let sets = contents.filter_map(|content| match content {
-        Content::Counters(sets) => Some(sets),
-        Content::Devices(_) => None,
-    });
-    let sets = sets.flatten();
+    let sets = contents
+        .filter_map(|content| match content {
+            Content::Counters(sets) => Some(sets),
+            Content::Devices(_) => None,
+        })
+        .flatten();
     sets.map(|set| (set.name.clone(), set.clone())).collect()
 }
 
@@ -73,7 +74,7 @@ fn place(device: &Device) -> Option<Place> {
     device.name.parse::<DeviceName>().unwrap().place()
 }
 
-/// Whether a GPU can have both at once.
+/// Whether a GPU can serve both at once.
 fn can_be_both(geometry: &Geometry, first: &Device, second: &Device) -> bool {
     let (Some(first), Some(second)) = (place(first), place(second)) else {
         return false;
@@ -98,7 +99,7 @@ fn any_subset<T: Clone + std::fmt::Debug + 'static>(of: Vec<T>) -> impl Strategy
 
 proptest! {
     #[test]
-    fn a_held_device_keeps_its_place_and_nothing_that_overlaps_is_offered(
+    fn an_allocated_device_stays_and_no_overlapping_one_is_offered(
         which in any::<prop::sample::Index>(),
         tiers in any_subset(Tier::ALL.to_vec()),
         profiles in any_subset(all_profiles()),
@@ -115,7 +116,7 @@ proptest! {
         let offered = planned(&node, &shrunk);
         let after = replanned(&node, &shrunk, &[], std::slice::from_ref(&held));
 
-        // It is there once, with all that it takes, closed unless it is still offered.
+        // It is published once, with everything that it takes, and closed unless it is still offered.
         let published = devices(&after);
         let kept: Vec<_> = published.iter().filter(|it| it.name == held.name).collect();
         prop_assert_eq!(kept.len(), 1);
@@ -127,7 +128,7 @@ proptest! {
         let open: BTreeSet<String> = published.iter().filter(|it| is_open(it)).map(|it| it.name.clone()).collect();
         prop_assert_eq!(&open, &offered_names);
 
-        // What is offered on its GPU fits beside it exactly where the GPU can have both.
+        // What is offered on its GPU fits beside it exactly if the GPU can serve both.
         let sets = counter_sets(&after);
         let set = &held.consumes_counters.as_ref().unwrap()[0].counter_set;
         prop_assert_eq!(&sets[set], &counter_sets(&before)[set]);
@@ -140,13 +141,13 @@ proptest! {
             );
         }
 
-        // After its release it is as if nobody had held it.
+        // After its release the plan is as if nobody had held it.
         prop_assert_eq!(replanned(&node, &shrunk, &[], &[]), offered);
     }
 }
 
 #[test]
-fn a_held_partition_whose_profile_is_no_longer_allowed_takes_its_slices() {
+fn an_allocated_partition_of_a_removed_profile_takes_its_slices() {
     let node = two_h100();
     let partitions = [Tier::Partition];
     let before = devices(&planned(&node, &offering(&partitions, &[], &[])));
@@ -169,11 +170,12 @@ fn a_held_partition_whose_profile_is_no_longer_allowed_takes_its_slices() {
         let sets = counter_sets(&after);
         let published = devices(&after);
         let kept = published.iter().find(|it| is_held(it)).unwrap();
-        let free = published
+        let mut free: Vec<_> = published
             .iter()
-            .filter(|it| is_open(it) && it.name.starts_with("gpu-00000000"));
-        let free = free.filter(|it| fits_beside(kept, it, &sets));
-        let mut free: Vec<_> = free.map(|it| &*it.name).collect();
+            .filter(|it| is_open(it) && it.name.starts_with("gpu-00000000"))
+            .filter(|it| fits_beside(kept, it, &sets))
+            .map(|it| &*it.name)
+            .collect();
         free.sort_unstable();
         assert_eq!(free, fitting, "{tiers:?}");
         assert_eq!(kept.taints.as_ref().unwrap()[0].key, taint::WITHDRAWN);

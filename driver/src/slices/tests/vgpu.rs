@@ -6,7 +6,7 @@ use tranche_api::vgpu::{GpuVgpu, VgpuRole};
 use super::*;
 use crate::mig::tables::h100;
 
-/// With all that the other tiers need, so that only the vGPU is in the way.
+/// A GPU with everything that the other tiers need; only the vGPU is in the way.
 #[test]
 fn a_vgpu_has_the_tiers_that_work_in_a_virtual_machine() {
     let policies = [policy("p", &json!({"tiers": Tier::ALL}))];

@@ -100,7 +100,7 @@ fn a_policy_that_names_profiles_offers_these() {
         names(&with(&["3g.40gb", "7g.80gb"])),
         ["3g40gb-4", "3g40gb-0", "7g80gb-0"]
     );
-    // Policies speak of several models: a profile that the GPU does not have changes nothing.
+    // A policy may be for several models: a profile that the GPU does not have changes nothing.
     assert_eq!(names(&with(&["1g.6gb", "7g.80gb"])), ["7g80gb-0"]);
     let none = with(&["1g.6gb", "2g.12gb"]);
     assert_eq!(none.devices, []);
@@ -136,7 +136,7 @@ fn a_claim_for_an_amount_of_memory_gets_the_smallest_partition() {
 }
 
 #[test]
-fn a_gpu_that_must_be_reset_for_mig_mode_has_no_partitions_until_it_is() {
+fn a_gpu_has_no_partitions_before_the_reset_for_mig_mode() {
     let ampere = |current| {
         h100(|gpu| {
             gpu.architecture = "Ampere".to_owned();
@@ -196,7 +196,7 @@ fn an_administrators_instances_are_offered_as_they_are() {
     let found = one.devices.last().unwrap();
     assert_eq!(string(found, attribute::UUID), Some("MIG-4d8c1f9e"));
 
-    // Without a compute instance, or with several, nobody can be given it.
+    // Without a compute instance, or with several, it cannot be allocated.
     let bare = with(&[instance("4g.40gb", 0, None)]);
     assert!(!names(&bare).contains(&"4g40gb-0"), "{bare:?}");
     assert_eq!(bare.devices.len(), one.devices.len() - 1);
@@ -216,7 +216,7 @@ fn amounts(set: &CounterSet) -> impl Iterator<Item = (&str, u64)> {
 }
 
 proptest! {
-    /// The scheduler's rule, sums of counters, is the rule of the geometry.
+    /// The scheduler's rule (sums of counters) equals the rule of the geometry.
     #[test]
     fn what_the_counters_allow_is_what_mig_can_make(picks in prop::collection::btree_set(0_usize..25, 1..8)) {
         let gpu = h100(|_| ());

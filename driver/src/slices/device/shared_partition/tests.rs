@@ -59,7 +59,7 @@ fn string<'a>(device: &'a Device, name: &str) -> Option<&'a str> {
 }
 
 #[test]
-fn shared_partitions_come_after_the_shared_gpu_and_before_all_partitions() {
+fn shared_partitions_come_between_shared_gpu_and_partitions() {
     let tiers = [
         Tier::Capped,
         Tier::Timeshared,
@@ -118,7 +118,7 @@ fn a_shared_partition_takes_what_the_partition_takes() {
 }
 
 #[test]
-fn the_shares_have_the_partitions_memory_less_reserve_and_contexts() {
+fn shares_have_the_partition_memory_less_reserve_and_contexts() {
     let offer = offer(&testing::gpu(0), &[Tier::Capped], &["1g.10gb", "3g.40gb"]);
     let geometry = Geometry::read(&tables::h100(&[])).unwrap();
     let shared = offer.devices.iter().skip(1);
@@ -139,7 +139,7 @@ fn the_shares_have_the_partitions_memory_less_reserve_and_contexts() {
 }
 
 #[test]
-fn shares_of_partitions_are_offered_only_in_their_tier_and_only_where_the_policy_says_so() {
+fn partition_shares_need_their_tier_and_the_policy() {
     let gpu = testing::gpu(0);
     assert_eq!(names(&offer(&gpu, &[Tier::Capped], &[])), ["-capped"]);
     let others = [Tier::Exclusive, Tier::Timeshared];
@@ -211,7 +211,7 @@ fn what_cannot_be_shared_is_refused_once_for_each_profile() {
 }
 
 #[test]
-fn concurrent_shares_of_partitions_are_as_capped_ones_with_fewer_sharers() {
+fn concurrent_partition_shares_are_capped_with_fewer_sharers() {
     let mut terms = Terms {
         tiers: [Tier::Capped, Tier::Concurrent].into(),
         concurrent_sharers: 3,
