@@ -15,7 +15,7 @@ use tranche_api::mig::MigInstance;
 use tranche_api::tier::Tier;
 use tranche_api::vgpu::VgpuRole;
 use tranche_api::withheld::reason;
-use tranche_driver::gpu_state::{Place, Record};
+use tranche_driver::gpu_state::{Placement, Record};
 
 use crate::nvml::{BrokenGpu, Description, GpuDescription, NvmlError};
 
@@ -122,7 +122,7 @@ impl Whole {
 
 /// Whether the record names the instance. An instance that is about to be created has no id there yet.
 fn is_ours(record: &Record, instance: &MigInstance) -> bool {
-    let Some(place) = Place::of(instance) else {
+    let Some(place) = Placement::of(instance) else {
         return false;
     };
     let mut owned = record.instances.iter();
@@ -286,7 +286,7 @@ mod tests {
     fn owned(start: u8, id: Option<u32>) -> Owned {
         let profile = "1g.10gb".parse().unwrap();
         Owned {
-            place: Place { start, profile },
+            place: Placement { start, profile },
             id,
         }
     }
