@@ -26,12 +26,12 @@ pub struct KnownGpus {
     by_index: BTreeMap<u32, String>,
     count: usize,
     /// By UUID.
-    whole: BTreeMap<String, Whole>,
+    whole: BTreeMap<String, WholeGpu>,
 }
 
 /// The values of a GPU when it is not in MIG mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Whole {
+struct WholeGpu {
     memory_total: u64,
     memory_reserved: u64,
     multiprocessors: Option<u32>,
@@ -54,7 +54,7 @@ impl KnownGpus {
                     whole.restore(gpu);
                 }
             } else {
-                self.whole.insert(gpu.uuid.clone(), Whole::of(gpu));
+                self.whole.insert(gpu.uuid.clone(), WholeGpu::of(gpu));
             }
             let Some(record) = ours.get(&gpu.uuid) else {
                 continue;
@@ -104,7 +104,7 @@ impl KnownGpus {
     }
 }
 
-impl Whole {
+impl WholeGpu {
     fn of(gpu: &GpuDescription) -> Self {
         Self {
             memory_total: gpu.memory_total,

@@ -57,7 +57,7 @@ pub fn attribute(reading: GpuReading, held: &[HeldDevice], zombies: &[Zombie]) -
 }
 
 /// A device's values, divided.
-struct Parts {
+struct DividedDevice {
     shares: Vec<ShareUsage>,
     remainder: Remainder,
 }
@@ -85,12 +85,12 @@ fn divide(
     held: &[&HeldDevice],
     zombies: &[Zombie],
     partitions: &mut [PartitionUsage],
-) -> Parts {
+) -> DividedDevice {
     let mut users: Vec<Vec<User>> = held.iter().map(|it| it.users.clone()).collect();
-    let sums = sums(&device.processes, held, &mut users);
+    let by_who = sums(&device.processes, held, &mut users);
     let is_known = device.processes.iter().any(|it| it.busy.is_some());
-    let whos: Vec<Who> = sums.keys().copied().collect();
-    let sums: Vec<Sum> = sums.into_values().collect();
+    let whos: Vec<Who> = by_who.keys().copied().collect();
+    let sums: Vec<Sum> = by_who.into_values().collect();
 
     let memory = divide_memory(device.memory, &sums, zombies, partitions);
     let mut utilization = vec![Utilization::default(); sums.len()];
@@ -156,7 +156,7 @@ fn divide(
         }
     }
     remainder.free = divide_free(device.memory, held, &mut shares, partitions);
-    Parts { shares, remainder }
+    DividedDevice { shares, remainder }
 }
 
 /// What each user's processes use. A user without a process is included, unless its pod is gone.
