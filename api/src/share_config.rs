@@ -79,11 +79,11 @@ pub struct Parameters {
 impl Parameters {
     /// Reads the parameters of one `opaque` entry. Any JSON gives either parameters or an error.
     pub fn decode(parameters: &serde_json::Value) -> Result<Self, DecodeError> {
-        let root = Object::root(parameters)?;
+        let object = Object::root(parameters)?;
         // The kind is checked first, so that the fields of another kind are not reported as unknown.
-        root.constant("kind", KIND)?;
-        root.constant("apiVersion", API_VERSION)?;
-        let root = root.only(&FIELDS)?;
+        object.constant("kind", KIND)?;
+        object.constant("apiVersion", API_VERSION)?;
+        let root = object.only(&FIELDS)?;
         let compute_mode = match root.object("compute", &COMPUTE_FIELDS)? {
             Some(compute) => compute.word("mode", &ComputeMode::WORDS)?,
             None => None,

@@ -44,14 +44,14 @@ use crate::vfio;
 /// A profile at a placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Place {
+pub struct Placement {
     /// The first memory slice.
     pub start: u8,
     /// The profile.
     pub profile: Profile,
 }
 
-impl Place {
+impl Placement {
     /// The placement of an instance of the inventory; `None` if its profile has an unknown name.
     #[must_use]
     pub fn of(instance: &MigInstance) -> Option<Self> {
@@ -66,14 +66,14 @@ impl Place {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wanted {
     /// The partitions that claims hold: they stay.
-    pub held: BTreeSet<Place>,
+    pub held: BTreeSet<Placement>,
     /// Those of them that are created if they are missing. They belong to one claim, so that a problem with another
     /// claim's partition does not fail this one.
-    pub make: BTreeSet<Place>,
+    pub make: BTreeSet<Placement>,
     /// Whether claims hold concurrent shares of the whole GPU.
     pub mps: WantedDaemon,
     /// The held partitions that serve concurrent shares.
-    pub partition_daemons: BTreeMap<Place, WantedDaemon>,
+    pub partition_daemons: BTreeMap<Placement, WantedDaemon>,
 }
 
 /// Whether an MPS daemon serves the GPU, or a partition.
@@ -165,7 +165,7 @@ pub struct OwnedDaemon {
 #[serde(rename_all = "camelCase")]
 pub struct Owned {
     /// Where it is.
-    pub place: Place,
+    pub place: Placement,
     /// Its id; absent until it was created and read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<u32>,
@@ -192,7 +192,7 @@ pub struct Instance {
     /// Its id on the GPU.
     pub id: u32,
     /// Where it is.
-    pub place: Place,
+    pub place: Placement,
     /// Its compute instances.
     pub compute: Vec<ComputeInstance>,
 }
@@ -222,7 +222,7 @@ pub enum Next {
     /// Ask the supervisor to end the MPS daemon.
     EndDaemon(Served),
     /// The GPU is as wanted: the partitions to create, by placement.
-    Done(BTreeMap<Place, Partition>),
+    Done(BTreeMap<Placement, Partition>),
 }
 
 /// What an MPS daemon serves.
@@ -254,7 +254,7 @@ pub enum Change {
         on: bool,
     },
     /// Make a GPU instance.
-    CreateInstance(Place),
+    CreateInstance(Placement),
     /// Make the compute instance that has all of a GPU instance.
     CreateComputeInstance {
         /// The GPU instance's id.
@@ -279,10 +279,10 @@ pub enum Change {
 pub enum Obstacle {
     /// The model has no such partition.
     #[error("the GPU has no {} at memory slice {}: delete the claim's pods to have another partition allocated", .0.profile, .0.start)]
-    NoSuchPartition(Place),
+    NoSuchPartition(Placement),
     /// The partitions of other claims are in the way.
     #[error("the partitions of other claims leave no room for {} at memory slice {}: delete the claim's pods to have another partition allocated", .0.profile, .0.start)]
-    NoRoom(Place),
+    NoRoom(Placement),
     /// An instance of somebody else is in the way.
     #[error(
         "the GPU instance {id} ({} at memory slice {}), which Tranche did not make, takes slices or engines that the wanted {} at memory slice {} needs: remove it (`nvidia-smi mig -dci -gi {id}`, `nvidia-smi mig -dgi -gi {id}`), or delete the claim's pods to have another partition allocated",
@@ -290,9 +290,9 @@ pub enum Obstacle {
     )]
     Foreign {
         /// The wanted partition.
-        wanted: Place,
+        wanted: Placement,
         /// Where the other is.
-        other: Place,
+        other: Placement,
         /// The other's id.
         id: u32,
     },
@@ -303,7 +303,7 @@ pub enum Obstacle {
     )]
     Divided {
         /// Where it is.
-        place: Place,
+        place: Placement,
         /// Its id.
         id: u32,
     },
@@ -377,7 +377,7 @@ pub fn next(
 
 impl Actual {
     /// The instance at a placement.
-    fn at(&self, place: Place) -> Option<&Instance> {
+    fn at(&self, place: Placement) -> Option<&Instance> {
         self.instances.iter().find(|it| it.place == place)
     }
 }
@@ -400,7 +400,7 @@ impl Record {
     }
 
     /// The instance of Tranche at a placement, if it exists.
-    fn instance<'a>(&self, place: Place, actual: &'a Actual) -> Option<&'a Instance> {
+    fn instance<'a>(&self, place: Placement, actual: &'a Actual) -> Option<&'a Instance> {
         actual.at(place).filter(|instance| self.owns(instance))
     }
 
@@ -444,7 +444,7 @@ fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> 
 
 /// The next step for one partition; `None` if it is ready.
 fn towards(
-    place: Place,
+    place: Placement,
     record: &Record,
     actual: &Actual,
     geometry: &Geometry,
@@ -485,15 +485,15 @@ fn towards(
 
 /// The reason why a partition cannot be created: instances take slices or engines that it needs.
 fn in_the_way(
-    place: Place,
+    place: Placement,
     record: &Record,
     actual: &Actual,
     geometry: &Geometry,
 ) -> Option<Obstacle> {
     // Those of others last, so that the error names the one that takes too much.
     let (ours, others): (Vec<_>, Vec<_>) = actual.instances.iter().partition(|it| record.owns(it));
-    let slices = |place: Place| Some(geometry.partition(place.profile, place.start)?.slices);
-    let take = |left: Slices, place: Place| left.less(slices(place)?);
+    let slices = |place: Placement| Some(geometry.partition(place.profile, place.start)?.slices);
+    let take = |left: Slices, place: Placement| left.less(slices(place)?);
     let mut left = take(geometry.whole, place);
     for instance in ours {
         left = left.and_then(|left| take(left, instance.place));

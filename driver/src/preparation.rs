@@ -27,7 +27,7 @@ use tranche_api::{Quantity, Tier, WithheldGpu};
 
 use crate::cdi;
 use crate::claim::{AllocatedDevice, Allocation, DeviceName, Grant};
-use crate::gpu_state::Place;
+use crate::gpu_state::Placement;
 use crate::mig::{Geometry, GeometryError};
 use crate::oversubscription::Oversubscription;
 
@@ -97,7 +97,7 @@ pub struct PreparedDevice {
 #[serde(rename_all = "camelCase")]
 pub struct HeldPartition {
     /// Its placement.
-    pub place: Place,
+    pub place: Placement,
     /// The MIG device when the claim was last prepared; absent until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigDevice>,
@@ -401,7 +401,7 @@ impl PreparationPlan {
         mut self,
         gpu_uuid: &str,
         minor: Option<u32>,
-        of_place: impl Fn(Place) -> Option<MigDevice>,
+        of_place: impl Fn(Placement) -> Option<MigDevice>,
     ) -> Self {
         for device in self.devices.iter_mut().filter(|it| it.gpu_uuid == gpu_uuid) {
             device.minor = minor.unwrap_or(device.minor);
@@ -417,11 +417,11 @@ impl PreparationPlan {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeldOfGpu {
     /// The partitions, exclusive or shared.
-    pub partitions: BTreeSet<Place>,
+    pub partitions: BTreeSet<Placement>,
     /// Whether there are concurrent shares of the whole GPU, and so an MPS daemon.
     pub mps: bool,
     /// The partitions with concurrent shares; each has an MPS daemon.
-    pub partition_daemons: BTreeSet<Place>,
+    pub partition_daemons: BTreeSet<Placement>,
     /// Whether a claim holds it at VFIO.
     pub vfio: bool,
 }
@@ -516,7 +516,7 @@ pub enum PreparationProblem {
     )]
     TooMuchMemory {
         /// The partition of which it is a share.
-        of: Option<Place>,
+        of: Option<Placement>,
         /// The GPU.
         uuid: String,
         /// Bytes.
@@ -530,7 +530,7 @@ pub enum PreparationProblem {
         /// The GPU.
         uuid: String,
         /// The partition.
-        place: Place,
+        place: Placement,
     },
     /// The driver does not report how MIG divides the GPU.
     #[error(

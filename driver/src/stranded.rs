@@ -10,7 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::gpu_state::Place;
+use crate::gpu_state::Placement;
 use crate::mig::{Geometry, Profile, Slices};
 
 /// Numbers of a GPU's slices.
@@ -39,10 +39,10 @@ pub struct SlicesLeft {
 pub enum HeldError {
     /// The GPU has no such partition.
     #[error("the GPU has no partition {} at slice {}", .0.profile, .0.start)]
-    NoPartition(Place),
+    NoPartition(Placement),
     /// Another partition has some of its slices or engines.
     #[error("partition {} at slice {} does not fit beside the others that are held", .0.profile, .0.start)]
-    DoesNotFit(Place),
+    DoesNotFit(Placement),
 }
 
 /// What is left of a GPU whose partitions `held` are in use, or belong to an administrator. `offered` are the profiles
@@ -50,7 +50,7 @@ pub enum HeldError {
 pub fn of_partitions(
     geometry: &Geometry,
     offered: &BTreeSet<Profile>,
-    held: &BTreeSet<Place>,
+    held: &BTreeSet<Placement>,
 ) -> Result<SlicesLeft, HeldError> {
     let free = free_beside(geometry, held)?;
     let possible = geometry
@@ -74,7 +74,7 @@ pub fn of_partitions(
 }
 
 /// What the partitions `held` leave of a GPU.
-pub fn free_beside(geometry: &Geometry, held: &BTreeSet<Place>) -> Result<Slices, HeldError> {
+pub fn free_beside(geometry: &Geometry, held: &BTreeSet<Placement>) -> Result<Slices, HeldError> {
     let mut free = geometry.whole;
     for place in held {
         let partition = geometry

@@ -110,7 +110,7 @@ pub enum Owner {
 
 /// A device that a claim holds, or a share of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct HeldDevice {
     /// The device's key, which names it in owners.
     pub key: String,
     /// The claim.

@@ -18,9 +18,9 @@ use tokio_util::sync::CancellationToken;
 use tranche_api::gpu_node::{Published, PublishedGpu};
 use tranche_driver::audit::{Ended, Event, Line};
 use tranche_driver::cdi::driver_spec;
+use tranche_driver::competing_drivers;
+use tranche_driver::competing_drivers::Verdict;
 use tranche_driver::journal::Record;
-use tranche_driver::providers;
-use tranche_driver::providers::Verdict;
 use tranche_serving::Clock;
 
 use self::api::FakeApi;
@@ -173,7 +173,7 @@ impl Kubelet for KubeletList {
         let in_use = self.0.lock().unwrap().clone();
         let listing = |in_use| Listing {
             in_use,
-            others: Ok(providers::Kubelet::default()),
+            others: Ok(competing_drivers::Kubelet::default()),
         };
         let told = in_use
             .map(listing)

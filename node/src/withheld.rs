@@ -15,7 +15,7 @@ use tranche_api::mig::MigInstance;
 use tranche_api::tier::Tier;
 use tranche_api::vgpu::VgpuRole;
 use tranche_api::withheld::reason;
-use tranche_driver::gpu_state::{Place, Record};
+use tranche_driver::gpu_state::{Placement, Record};
 
 use crate::nvml::{BrokenGpu, Description, GpuDescription, NvmlError};
 
@@ -26,12 +26,12 @@ pub struct KnownGpus {
     by_index: BTreeMap<u32, String>,
     count: usize,
     /// By UUID.
-    whole: BTreeMap<String, Whole>,
+    whole: BTreeMap<String, WholeGpu>,
 }
 
 /// The values of a GPU when it is not in MIG mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Whole {
+struct WholeGpu {
     memory_total: u64,
     memory_reserved: u64,
     multiprocessors: Option<u32>,
@@ -54,7 +54,7 @@ impl KnownGpus {
                     whole.restore(gpu);
                 }
             } else {
-                self.whole.insert(gpu.uuid.clone(), Whole::of(gpu));
+                self.whole.insert(gpu.uuid.clone(), WholeGpu::of(gpu));
             }
             let Some(record) = ours.get(&gpu.uuid) else {
                 continue;
@@ -104,7 +104,7 @@ impl KnownGpus {
     }
 }
 
-impl Whole {
+impl WholeGpu {
     fn of(gpu: &GpuDescription) -> Self {
         Self {
             memory_total: gpu.memory_total,
@@ -122,7 +122,7 @@ impl Whole {
 
 /// Whether the record names the instance. An instance that is about to be created has no id there yet.
 fn is_ours(record: &Record, instance: &MigInstance) -> bool {
-    let Some(place) = Place::of(instance) else {
+    let Some(place) = Placement::of(instance) else {
         return false;
     };
     let mut owned = record.instances.iter();
@@ -286,7 +286,7 @@ mod tests {
     fn owned(start: u8, id: Option<u32>) -> Owned {
         let profile = "1g.10gb".parse().unwrap();
         Owned {
-            place: Place { start, profile },
+            place: Placement { start, profile },
             id,
         }
     }

@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use common::{Host, smi};
 use tranche_api::gpu_node::MigMode;
-use tranche_driver::gpu_state::{Actual, Change, Place};
+use tranche_driver::gpu_state::{Actual, Change, Placement};
 use tranche_driver::mig::Geometry;
 use tranche_node::capabilities;
 use tranche_node::inventory::inventory;
@@ -139,8 +139,8 @@ impl Drop for Program {
     }
 }
 
-fn place(start: u8, profile: &str) -> Place {
-    Place {
+fn place(start: u8, profile: &str) -> Placement {
+    Placement {
         start,
         profile: profile.parse().unwrap(),
     }

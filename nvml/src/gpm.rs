@@ -92,8 +92,8 @@ impl Gpm {
             let (first, second) = (old.lend(), new.lend());
             let results = gpm_metrics_get(&self.nvml, &first, &second, metrics);
             let _ = (first.into_handle(), second.into_handle());
-            let results = results?.into_iter().flatten();
-            let values = results.map(|result| (result.metric_id, result.value));
+            let known = results?.into_iter().flatten();
+            let values = known.map(|result| (result.metric_id, result.value));
             found.extend(values.filter(|(_, value)| value.is_finite()));
         }
         last.insert(of, new);

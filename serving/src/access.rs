@@ -173,9 +173,9 @@ impl Access {
         };
         let reviews = Api::<TokenReview>::all(self.client.clone());
         let answer = reviews.create(&PostParams::default(), &review).await?;
-        let status = answer.status.filter(|it| it.authenticated == Some(true));
+        let authenticated = answer.status.filter(|it| it.authenticated == Some(true));
         // An authenticator that does not know audiences confirms no audience.
-        let status = status.filter(|it| audiences.is_none() || it.audiences == audiences);
+        let status = authenticated.filter(|it| audiences.is_none() || it.audiences == audiences);
         Ok(status.and_then(|status| status.user))
     }
 

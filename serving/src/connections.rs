@@ -26,9 +26,9 @@ pub const IDLE: Duration = Duration::from_mins(3);
 pub struct Connections(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
 
 impl Connections {
-    /// A place for a connection from this address, as long as the result lives; `None` if there are too many.
+    /// A permit for a connection from this address, as long as the result lives; `None` if there are too many.
     #[must_use]
-    pub fn enter(&self, from: IpAddr) -> Option<Place> {
+    pub fn enter(&self, from: IpAddr) -> Option<Permit> {
         // An IPv4 address has two forms on a socket of both families.
         let from = from.to_canonical();
         let mut open = self.open();
@@ -39,7 +39,7 @@ impl Connections {
         }
         open.insert(from, of_one + 1);
         drop(open);
-        Some(Place {
+        Some(Permit {
             connections: self.clone(),
             from,
         })
@@ -50,14 +50,14 @@ impl Connections {
     }
 }
 
-/// The place of a connection among the others.
+/// Permits one connection; frees its position among the open connections when it is dropped.
 #[derive(Debug)]
-pub struct Place {
+pub struct Permit {
     connections: Connections,
     from: IpAddr,
 }
 
-impl Drop for Place {
+impl Drop for Permit {
     fn drop(&mut self) {
         let mut open = self.connections.open();
         if let Some(count) = open.get_mut(&self.from) {
@@ -69,21 +69,21 @@ impl Drop for Place {
     }
 }
 
-/// A connection that has a place, and ends when no byte moves on it.
+/// A connection that has a permit, and ends when no byte moves on it.
 #[derive(Debug)]
 pub struct Bounded<T> {
     stream: T,
     idle: Pin<Box<Sleep>>,
-    _place: Place,
+    _permit: Permit,
 }
 
 impl<T> Bounded<T> {
     /// Bounds a connection.
-    pub fn new(stream: T, place: Place) -> Self {
+    pub fn new(stream: T, permit: Permit) -> Self {
         Self {
             stream,
             idle: Box::pin(tokio::time::sleep(IDLE)),
-            _place: place,
+            _permit: permit,
         }
     }
 
@@ -181,9 +181,9 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_connection_ends_when_nothing_moves_on_it_and_not_before() {
-        let place = Connections::default().enter(address(1)).unwrap();
+        let permit = Connections::default().enter(address(1)).unwrap();
         let (mut client, server) = tokio::io::duplex(16);
-        let mut server = Bounded::new(server, place);
+        let mut server = Bounded::new(server, permit);
         let mut buffer = [0; 4];
         for _ in 0..3 {
             let (sent, read) = tokio::join!(

@@ -19,11 +19,11 @@ pub async fn get(
     token: Option<&str>,
 ) -> io::Result<(u16, String)> {
     let client = Client::new().map_err(io::Error::other)?;
-    let mut request = Request::get(path);
+    let mut builder = Request::get(path);
     if let Some(token) = token {
-        request = request.header(AUTHORIZATION, format!("Bearer {token}"));
+        builder = builder.header(AUTHORIZATION, format!("Bearer {token}"));
     }
-    let request = request.body(Body::empty()).map_err(io::Error::other)?;
+    let request = builder.body(Body::empty()).map_err(io::Error::other)?;
     let answer = client.send(stream, request, LIMIT).await;
     let (status, body) = answer.map_err(io::Error::other)?;
     let body = String::from_utf8(body.into()).map_err(io::Error::other)?;

@@ -102,7 +102,7 @@ async fn accept(
                 continue;
             }
         };
-        let Some(place) = connections.enter(peer.ip()) else {
+        let Some(permit) = connections.enter(peer.ip()) else {
             debug!(%peer, "too many connections");
             continue;
         };
@@ -111,7 +111,7 @@ async fn accept(
             let _turn = turn;
             match tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await {
                 // The receiver is gone when the server has ended.
-                Ok(Ok(stream)) => drop(ready.send((Bounded::new(stream, place), peer)).await),
+                Ok(Ok(stream)) => drop(ready.send((Bounded::new(stream, permit), peer)).await),
                 Ok(Err(error)) => debug!(%peer, %error, "no TLS"),
                 Err(_) => debug!(%peer, "no TLS in time"),
             }

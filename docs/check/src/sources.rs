@@ -181,7 +181,7 @@ const REASONS: [&str; 8] = [
     "api/src/conditions.rs",
     "api/src/withheld.rs",
     "controller/src/offered.rs",
-    "driver/src/providers.rs",
+    "driver/src/competing_drivers.rs",
     "kubelet-plugin/src/gpu/driver_state.rs",
     "kubelet-plugin/src/cluster/events.rs",
     "kubelet-plugin/src/cluster/gpu_node.rs",

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use tranche_api::Tier;
 
 use crate::gpu::UuidPrefix;
-use crate::gpu_state::Place;
+use crate::gpu_state::Placement;
 use crate::mig::Profile;
 use crate::oversubscription::Oversubscription;
 
@@ -167,10 +167,10 @@ impl DeviceName {
 
     /// The partition that the device is, or is shares of.
     #[must_use]
-    pub const fn place(self) -> Option<Place> {
+    pub const fn place(self) -> Option<Placement> {
         match self {
             Self::Partition { profile, start, .. }
-            | Self::SharedPartition { profile, start, .. } => Some(Place { start, profile }),
+            | Self::SharedPartition { profile, start, .. } => Some(Placement { start, profile }),
             Self::Gpu { .. } | Self::Oversubscribed { .. } => None,
         }
     }

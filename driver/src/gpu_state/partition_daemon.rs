@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Actual, ComputeMode, Daemon, Next, Obstacle, Place, Record, Served, Wanted, WantedDaemon,
+    Actual, ComputeMode, Daemon, Next, Obstacle, Placement, Record, Served, Wanted, WantedDaemon,
 };
 
 /// An MPS daemon of Tranche that serves a partition.
@@ -15,7 +15,7 @@ use super::{
 #[serde(rename_all = "camelCase")]
 pub struct PartitionDaemon {
     /// The partition.
-    pub place: Place,
+    pub place: Placement,
     /// The UUID of the MIG device that the partition had when the daemon was requested.
     pub uuid: String,
 }
@@ -73,7 +73,7 @@ pub(super) fn with(
 
 impl Actual {
     /// The UUID of the MIG device that has all of the instance at a placement.
-    fn mig_uuid(&self, place: Place) -> Option<&String> {
+    fn mig_uuid(&self, place: Placement) -> Option<&String> {
         match &self.at(place)?.compute[..] {
             [only] => Some(&only.uuid),
             _ => None,
@@ -90,7 +90,7 @@ impl Actual {
 
 impl Record {
     /// Whether a daemon serves the partition, so that it cannot be removed.
-    pub(super) fn has_daemon(&self, place: Place) -> bool {
+    pub(super) fn has_daemon(&self, place: Placement) -> bool {
         self.partition_daemons.iter().any(|it| it.place == place)
     }
 }

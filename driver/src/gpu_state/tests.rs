@@ -21,16 +21,16 @@ struct Machine {
     steps: usize,
 }
 
-fn place(text: &str) -> Place {
+fn place(text: &str) -> Placement {
     let (profile, start) = text.split_once('@').unwrap();
-    Place {
+    Placement {
         profile: profile.parse().unwrap(),
         start: start.parse().unwrap(),
     }
 }
 
 fn wanted(text: &str) -> Wanted {
-    let places: BTreeSet<Place> = text.split_whitespace().map(place).collect();
+    let places: BTreeSet<Placement> = text.split_whitespace().map(place).collect();
     Wanted {
         held: places.clone(),
         make: places,
@@ -53,8 +53,8 @@ impl Machine {
         }
     }
 
-    fn is_free(&self, place: Place) -> bool {
-        let slices = |place: Place| {
+    fn is_free(&self, place: Placement) -> bool {
+        let slices = |place: Placement| {
             let partition = self.geometry.partition(place.profile, place.start);
             partition.map(|partition| partition.slices)
         };
@@ -68,7 +68,7 @@ impl Machine {
         left.is_some()
     }
 
-    fn make(&mut self, place: Place) -> u32 {
+    fn make(&mut self, place: Placement) -> u32 {
         assert!(self.actual.mig_mode.current, "MIG mode is off");
         assert!(
             self.is_free(place),
@@ -127,7 +127,10 @@ impl Machine {
     }
 
     /// One step; `None` after the last one.
-    fn step(&mut self, wanted: &Wanted) -> Option<Result<BTreeMap<Place, Partition>, Obstacle>> {
+    fn step(
+        &mut self,
+        wanted: &Wanted,
+    ) -> Option<Result<BTreeMap<Placement, Partition>, Obstacle>> {
         self.steps += 1;
         match next(wanted, &self.record, &self.actual, Some(&self.geometry)) {
             Ok(Next::Write(record)) => {
@@ -180,7 +183,7 @@ impl Machine {
         self.actual.partition_daemons.clear();
     }
 
-    fn reach(&mut self, wanted: &Wanted) -> Result<BTreeMap<Place, Partition>, Obstacle> {
+    fn reach(&mut self, wanted: &Wanted) -> Result<BTreeMap<Placement, Partition>, Obstacle> {
         self.forget();
         for _ in 0..200 {
             if let Some(end) = self.step(wanted) {
@@ -511,7 +514,7 @@ proptest! {
                         let partition = pick.get(&machine.geometry.partitions);
                         if let Some(less) = left.less(partition.slices) {
                             left = less;
-                            let place = Place { profile: partition.profile, start: partition.start };
+                            let place = Placement { profile: partition.profile, start: partition.start };
                             now.held.insert(place);
                             now.make.insert(place);
                             let daemon = share.map(|is_now| if is_now { WantedDaemon::Ready } else { WantedDaemon::Held });
@@ -533,7 +536,7 @@ proptest! {
                 Event::Reboot => machine.reboot(),
                 Event::Make(pick, whole) => {
                     let partition = pick.get(&machine.geometry.partitions);
-                    let place = Place { profile: partition.profile, start: partition.start };
+                    let place = Placement { profile: partition.profile, start: partition.start };
                     // If Tranche is about to create the same one, nobody can tell who owns it.
                     let is_ours = machine.record.instances.iter().any(|it| it.place == place && it.id.is_none());
                     if machine.actual.mig_mode.current && machine.is_free(place) && !is_ours {
@@ -558,7 +561,7 @@ proptest! {
                 prop_assert!(done.keys().eq(&now.held));
                 let (foreign, ours): (Vec<&Instance>, Vec<&Instance>) =
                     machine.actual.instances.iter().partition(|it| machine.foreign.contains(&it.id));
-                let ours: BTreeSet<Place> = ours.iter().map(|it| it.place).collect();
+                let ours: BTreeSet<Placement> = ours.iter().map(|it| it.place).collect();
                 let used = foreign.iter().map(|it| it.place).filter(|place| now.held.contains(place));
                 prop_assert_eq!(&ours | &used.collect(), now.held.clone());
                 prop_assert!(foreign.iter().all(|it| !ours.contains(&it.place)));
@@ -593,7 +596,7 @@ proptest! {
         let geometry = Machine::new().geometry;
         let owned = |(at, id): (usize, Option<u32>)| {
             let partition: &crate::mig::Partition = &geometry.partitions[at];
-            Owned { place: Place { profile: partition.profile, start: partition.start }, id }
+            Owned { place: Placement { profile: partition.profile, start: partition.start }, id }
         };
         let instances: Vec<Owned> = picks.into_iter().map(owned).collect();
         let served = instances.iter().filter(|_| daemons);

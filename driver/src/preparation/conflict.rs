@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tranche_api::{Quantity, Tier};
 
 use super::{Cap, PreparationPlan, PreparedDevice};
-use crate::gpu_state::Place;
+use crate::gpu_state::Placement;
 use crate::mig::Geometry;
 
 /// Why a device conflicts with what is already held. Admin access never conflicts.
@@ -44,7 +44,7 @@ pub enum Conflict {
     )]
     Memory {
         /// The partition of which they are shares.
-        of: Option<Place>,
+        of: Option<Placement>,
         /// The GPU.
         uuid: String,
         /// Bytes, with the new share.
@@ -61,7 +61,7 @@ pub enum Conflict {
     )]
     Cores {
         /// The partition of which they are shares.
-        of: Option<Place>,
+        of: Option<Placement>,
         /// The GPU.
         uuid: String,
         /// Percent, with the new share.
@@ -78,7 +78,7 @@ pub enum Conflict {
         /// The GPU.
         uuid: String,
         /// The partition.
-        place: Place,
+        place: Placement,
         /// The claim that holds it, `namespace/name`.
         holder: String,
         /// The tier.
@@ -93,7 +93,7 @@ pub enum Conflict {
         /// The GPU.
         uuid: String,
         /// The partition.
-        place: Place,
+        place: Placement,
         /// Who holds partitions, `namespace/name`.
         holders: Vec<String>,
     },
@@ -115,7 +115,7 @@ impl Conflict {
 }
 
 /// The text that names a partition before its GPU.
-pub(super) fn partition_of(place: Place) -> String {
+pub(super) fn partition_of(place: Placement) -> String {
     format!("{} at memory slice {} of ", place.profile, place.start)
 }
 
@@ -132,7 +132,7 @@ struct GpuHoldings {
     tier: Tier,
     holders: Vec<String>,
     shares: Shares,
-    places: BTreeMap<Place, PartitionHoldings>,
+    places: BTreeMap<Placement, PartitionHoldings>,
 }
 
 /// What is held of a partition.
@@ -302,7 +302,7 @@ impl GpuHoldings {
     fn place_goes_with(
         &self,
         device: &PreparedDevice,
-        place: Place,
+        place: Placement,
         total: &Total<'_>,
     ) -> Result<(), Conflict> {
         let uuid = device.gpu_uuid.clone();
@@ -329,7 +329,7 @@ impl GpuHoldings {
     }
 
     /// Whether the GPU has room for `place` beside everything that is held.
-    fn leaves_room(&self, place: Place, geometry: Option<&Geometry>) -> bool {
+    fn leaves_room(&self, place: Placement, geometry: Option<&Geometry>) -> bool {
         let Some(geometry) = geometry else {
             return false;
         };

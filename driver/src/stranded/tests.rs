@@ -10,8 +10,8 @@ fn h100() -> Geometry {
     Geometry::read(&tables::h100(&[])).unwrap()
 }
 
-fn place(profile: &str, start: u8) -> Place {
-    Place {
+fn place(profile: &str, start: u8) -> Placement {
+    Placement {
         start,
         profile: profile.parse().unwrap(),
     }
@@ -94,14 +94,14 @@ fn search(free: Slices, possible: &[Slices]) -> SliceCount {
 }
 
 /// Partitions that fit beside each other, chosen by trying partitions in an order.
-fn held(geometry: &Geometry, tried: &[prop::sample::Index]) -> BTreeSet<Place> {
+fn held(geometry: &Geometry, tried: &[prop::sample::Index]) -> BTreeSet<Placement> {
     let mut free = geometry.whole;
     let mut held = BTreeSet::new();
     for index in tried {
         let partition = index.get(&geometry.partitions);
         if let Some(left) = free.less(partition.slices) {
             free = left;
-            held.insert(Place {
+            held.insert(Placement {
                 start: partition.start,
                 profile: partition.profile,
             });

@@ -8,14 +8,14 @@ use tranche_api::usage::{
 };
 
 use super::apportion::{apportion, fit};
-use super::{DeviceReading, GpuReading, Held, Limit, Owner, ProcessReading, User};
+use super::{DeviceReading, GpuReading, HeldDevice, Limit, Owner, ProcessReading, User};
 
 /// Attributes a reading. `held` is what claims hold on the GPU, its partitions included; `zombies` is memory that dead
 /// processes have left.
 #[must_use]
-pub fn attribute(reading: GpuReading, held: &[Held], zombies: &[Zombie]) -> GpuUsage {
+pub fn attribute(reading: GpuReading, held: &[HeldDevice], zombies: &[Zombie]) -> GpuUsage {
     let of = |partition: Option<&str>| {
-        let on = |it: &&Held| it.partition.as_deref() == partition;
+        let on = |it: &&HeldDevice| it.partition.as_deref() == partition;
         held.iter().filter(on).collect::<Vec<_>>()
     };
     let mut partitions: Vec<PartitionUsage> = reading
@@ -57,7 +57,7 @@ pub fn attribute(reading: GpuReading, held: &[Held], zombies: &[Zombie]) -> GpuU
 }
 
 /// A device's values, divided.
-struct Parts {
+struct DividedDevice {
     shares: Vec<ShareUsage>,
     remainder: Remainder,
 }
@@ -82,15 +82,15 @@ struct Sum {
 
 fn divide(
     device: DeviceReading,
-    held: &[&Held],
+    held: &[&HeldDevice],
     zombies: &[Zombie],
     partitions: &mut [PartitionUsage],
-) -> Parts {
+) -> DividedDevice {
     let mut users: Vec<Vec<User>> = held.iter().map(|it| it.users.clone()).collect();
-    let sums = sums(&device.processes, held, &mut users);
+    let by_who = sums(&device.processes, held, &mut users);
     let is_known = device.processes.iter().any(|it| it.busy.is_some());
-    let whos: Vec<Who> = sums.keys().copied().collect();
-    let sums: Vec<Sum> = sums.into_values().collect();
+    let whos: Vec<Who> = by_who.keys().copied().collect();
+    let sums: Vec<Sum> = by_who.into_values().collect();
 
     let memory = divide_memory(device.memory, &sums, zombies, partitions);
     let mut utilization = vec![Utilization::default(); sums.len()];
@@ -156,13 +156,13 @@ fn divide(
         }
     }
     remainder.free = divide_free(device.memory, held, &mut shares, partitions);
-    Parts { shares, remainder }
+    DividedDevice { shares, remainder }
 }
 
 /// What each user's processes use. A user without a process is included, unless its pod is gone.
 fn sums(
     processes: &[ProcessReading],
-    held: &[&Held],
+    held: &[&HeldDevice],
     users: &mut [Vec<User>],
 ) -> BTreeMap<Who, Sum> {
     let mut sums = BTreeMap::new();
@@ -180,7 +180,7 @@ fn sums(
             Owner::Foreign => (None, None, None),
             Owner::Ended => continue,
         };
-        let is_of = |it: &Held| keys.is_some_and(|keys| keys.contains(&it.key));
+        let is_of = |it: &HeldDevice| keys.is_some_and(|keys| keys.contains(&it.key));
         let shares: Vec<usize> = (0..held.len()).filter(|at| is_of(held[*at])).collect();
         if shares.is_empty() {
             sums.entry(Who::Foreign).or_default().add(process, 1);
@@ -349,12 +349,12 @@ fn divide_measure(
 /// Divides the device's free memory: each share may take the rest of its limit. Returns what belongs to no share.
 fn divide_free(
     memory: Option<Memory>,
-    held: &[&Held],
+    held: &[&HeldDevice],
     shares: &mut [ShareUsage],
     partitions: &[PartitionUsage],
 ) -> u64 {
     let Some(memory) = memory else { return 0 };
-    let left = |held: &Held, share: &ShareUsage| match held.limit {
+    let left = |held: &HeldDevice, share: &ShareUsage| match held.limit {
         Limit::Alone => memory.free,
         Limit::Share {
             allocated,
@@ -375,7 +375,7 @@ fn divide_free(
     rest
 }
 
-fn empty(held: &Held) -> ShareUsage {
+fn empty(held: &HeldDevice) -> ShareUsage {
     let (allocated, reserved) = match held.limit {
         Limit::Share {
             allocated,

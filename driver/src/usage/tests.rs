@@ -27,8 +27,8 @@ fn user(pod: &str, container: &str) -> User {
 }
 
 /// A capped share of 10 GiB and a context, in the container `main` of a pod of the same name.
-fn share(key: &str) -> Held {
-    Held {
+fn share(key: &str) -> HeldDevice {
+    HeldDevice {
         key: key.into(),
         claim: claim(key),
         request: "gpu".into(),
@@ -135,7 +135,7 @@ fn each_share_has_what_its_processes_use_and_nobody_the_rest() {
 
 #[test]
 fn a_claim_that_has_the_gpu_alone_has_all_that_it_does() {
-    let whole = Held {
+    let whole = HeldDevice {
         tier: Tier::Exclusive,
         limit: Limit::Alone,
         share_id: None,
@@ -335,7 +335,7 @@ fn any_device() -> impl Strategy<Value = DeviceReading> {
     })
 }
 
-fn any_held() -> impl Strategy<Value = Vec<Held>> {
+fn any_held() -> impl Strategy<Value = Vec<HeldDevice>> {
     let user = (0..4usize, 0..3usize, any::<bool>());
     let one = (0..3usize, 0..3usize, 0..40 * GIB, vec(user, 0..3));
     vec(one, 0..6).prop_map(|all| {
@@ -345,7 +345,7 @@ fn any_held() -> impl Strategy<Value = Vec<Held>> {
                 is_gone,
                 ..self::user(&format!("p{pod}"), &format!("c{container}"))
             });
-            Held {
+            HeldDevice {
                 partition: (place > 0).then(|| format!("MIG-{place}")),
                 limit: match limit {
                     0 => Limit::Alone,

@@ -9,8 +9,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tranche_api::gpu_node::{Gpu, GpuVfio, Inventory, MigMode};
 use tranche_api::quantity::Quantity;
+use tranche_driver::competing_drivers::{Observations, verdict};
 use tranche_driver::mig::tables;
-use tranche_driver::providers::{Seen, verdict};
 use tranche_kubelet_plugin::cluster::events::Events;
 use tranche_kubelet_plugin::cluster::gpu_node::{GpuNodeWriter, Sources};
 use tranche_kubelet_plugin::cluster::node_policy::NodePolicy;
@@ -36,7 +36,7 @@ pub(crate) async fn run(control_plane: &ControlPlane, pod: &Pod) -> anyhow::Resu
         .await?;
     let nodes: Api<Node> = Api::all(client.clone());
     let inventory = inventory(&nodes.get(&node).await?.uid().context("the node's UID")?);
-    let others = verdict(&inventory, &Seen::default());
+    let others = verdict(&inventory, &Observations::default());
     let ready = Ready {
         inventory,
         withheld: Vec::new(),

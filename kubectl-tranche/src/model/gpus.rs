@@ -6,7 +6,7 @@ use tranche_api::gpu_node::{Gpu as Described, GpuNode, Inventory};
 use tranche_api::names::{attribute, capacity, node_of, pool};
 use tranche_api::{PciAddress, Tier};
 use tranche_driver::claim::DeviceName;
-use tranche_driver::gpu_state::Place;
+use tranche_driver::gpu_state::Placement;
 
 use super::claims::{Claim, ClaimDevice};
 use super::devices::{Devices, amount, number, string};
@@ -228,7 +228,7 @@ impl Context<'_> {
             };
         };
         if tier(held) == Some(Tier::Partition) {
-            let places: BTreeSet<Place> = held
+            let places: BTreeSet<Placement> = held
                 .iter()
                 .filter(|it| is_held(it))
                 .filter_map(|it| it.device.parse::<DeviceName>().ok()?.place())

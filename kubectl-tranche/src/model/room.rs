@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde::Serialize;
 use tranche_api::gpu_node::{Gpu as Described, Inventory};
 use tranche_driver::claim::DeviceName;
-use tranche_driver::gpu_state::Place;
+use tranche_driver::gpu_state::Placement;
 use tranche_driver::mig::{Geometry, Profile, Slices};
 use tranche_driver::stranded::{self, Shares, SlicesLeft};
 
@@ -113,12 +113,12 @@ impl SlicesRoom {
         inventory: &Inventory,
         gpu: &Described,
         offered: &[(DeviceName, &Device)],
-        held: &BTreeSet<Place>,
+        held: &BTreeSet<Placement>,
     ) -> Option<Self> {
         let geometry = Geometry::read(inventory.mig_geometry(gpu)?).ok()?;
         // A partition that an administrator made stays, whether or not a claim has it.
-        let made = gpu.mig_instances.iter().filter_map(Place::of);
-        let taken: BTreeSet<Place> = held.iter().copied().chain(made).collect();
+        let made = gpu.mig_instances.iter().filter_map(Placement::of);
+        let taken: BTreeSet<Placement> = held.iter().copied().chain(made).collect();
         let profiles: BTreeSet<Profile> = offered
             .iter()
             .filter_map(|(name, _)| name.place().map(|place| place.profile))

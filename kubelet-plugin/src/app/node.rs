@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::error;
 use tranche_api::{WithheldGpu, names};
 use tranche_driver::cdi::Shim;
-use tranche_driver::providers::Verdict;
+use tranche_driver::competing_drivers::Verdict;
 use tranche_node::nvml::search::InstalledDriver;
 use tranche_node::nvml::{Driver, Gate, Gated, Patient, Session};
 use tranche_node::processes::containers::Containers;

@@ -32,7 +32,7 @@ use tranche_driver::preparation::{
     refuse_withheld,
 };
 
-use tranche_driver::providers::Verdict;
+use tranche_driver::competing_drivers::Verdict;
 
 pub use error::{PrepareError, Problem, UnprepareError};
 

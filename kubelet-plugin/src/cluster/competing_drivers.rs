@@ -1,6 +1,6 @@
 //! Searches every few seconds for other systems that hand out this node's GPUs (NVIDIA's device
 //! plugin, its DRA driver, HAMi): plugins that accept connections, their devices in the kubelet, and
-//! the slices of NVIDIA's DRA driver. [`tranche_driver::providers`] evaluates the findings.
+//! the slices of NVIDIA's DRA driver. [`tranche_driver::competing_drivers`] evaluates the findings.
 
 #[cfg(test)]
 mod tests;
@@ -21,7 +21,7 @@ use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use tranche_api::gpu_node::Inventory;
-use tranche_driver::providers::{self, NVIDIA_DRIVER, Seen, Verdict, verdict};
+use tranche_driver::competing_drivers::{self, NVIDIA_DRIVER, Observations, Verdict, verdict};
 
 use crate::cluster::api_server::within;
 use crate::gpu::driver_state::DriverState;
@@ -109,7 +109,7 @@ impl CompetingDriverSearch {
     }
 
     /// Observes everything once.
-    async fn observe(&mut self) -> Seen {
+    async fn observe(&mut self) -> Observations {
         let SocketFolders {
             device_plugins,
             registry,
@@ -126,7 +126,7 @@ impl CompetingDriverSearch {
         } else {
             Some(self.slices().await)
         };
-        Seen {
+        Observations {
             kubelet: Some(kubelet),
             plugin_sockets,
             dra_sockets,
@@ -135,7 +135,7 @@ impl CompetingDriverSearch {
     }
 
     /// The kubelet's device plugins, and the pods that hold devices of other systems.
-    async fn ask_kubelet(&self) -> Result<providers::Kubelet, String> {
+    async fn ask_kubelet(&self) -> Result<competing_drivers::Kubelet, String> {
         let listing = timeout(DEADLINE, self.kubelet.list(POD_RESOURCES_AGE))
             .await
             .map_err(|_| format!("no answer within {} s", DEADLINE.as_secs()))?

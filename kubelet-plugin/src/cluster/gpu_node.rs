@@ -30,7 +30,7 @@ use tranche_api::conditions::{CLAIMS_KNOWN, DRIVER_READY, State};
 use tranche_api::gpu_node::{Inventory, Published, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
-use tranche_driver::providers::Verdict;
+use tranche_driver::competing_drivers::Verdict;
 use tranche_serving::Clock;
 
 use self::own::OwnEvent;

@@ -30,7 +30,7 @@ use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 use tranche_api::gpu_node::{Gpu, Inventory};
-use tranche_driver::gpu_state::{Obstacle, Place};
+use tranche_driver::gpu_state::{Obstacle, Placement};
 use tranche_driver::mig::GeometryError;
 use tranche_driver::preparation::{HeldOfGpu, MigDevice, PreparationPlan, VfioGroup, held_of};
 use tranche_driver::vfio::Obstacle as VfioObstacle;
@@ -116,7 +116,7 @@ pub struct Gpus {
 struct Reconciled {
     /// The N of `/dev/nvidiaN`, if NVML was asked.
     minor: Option<u32>,
-    partitions: BTreeMap<Place, MigDevice>,
+    partitions: BTreeMap<Placement, MigDevice>,
     /// Set if the GPU is bound to VFIO.
     group: Option<VfioGroup>,
 }

@@ -10,7 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::usage::{GpuUsage, NodeUsage, Remainder, ShareUsage};
-use tranche_driver::gpu_state::Place;
+use tranche_driver::gpu_state::Placement;
 use tranche_driver::mig::Geometry;
 use tranche_driver::preparation::Cap;
 use tranche_driver::stranded::{self, Shares};
@@ -373,11 +373,11 @@ fn stranded_of_shares(gpu: &GpuUsage, ledger: &Ledger) -> Option<u64> {
 }
 
 /// The placements of a GPU's partitions that are held, or that an administrator made.
-fn placements(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Place> {
+fn placements(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Placement> {
     let held = ledger.held();
     let devices = held.iter().flat_map(|record| &record.plan.devices);
     let on_gpu = devices.filter(|device| device.gpu_uuid == gpu.uuid);
     let held = on_gpu.filter_map(|device| Some(device.partition.as_ref()?.place));
-    let foreign = known.mig_instances.iter().filter_map(Place::of);
+    let foreign = known.mig_instances.iter().filter_map(Placement::of);
     held.chain(foreign).collect()
 }

@@ -13,9 +13,9 @@ use futures::future::BoxFuture;
 use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tonic::transport::Channel;
+use tranche_driver::competing_drivers::{Kubelet as Others, NVIDIA_DRIVER, PluginDevice};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::PreparedDevice;
-use tranche_driver::providers::{Kubelet as Others, NVIDIA_DRIVER, PluginDevice};
 
 use crate::kubelet::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
 use crate::kubelet::proto::podresources::{

@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tranche_api::usage::NodeUsage;
-use tranche_driver::usage::{Held, attribute};
+use tranche_driver::usage::{HeldDevice, attribute};
 use tranche_node::sampler;
 use tranche_node::usage::Reader;
 
@@ -177,7 +177,7 @@ impl Usage {
         };
         usage.driver_version = Some(ready.inventory.driver_version.clone());
         let (now, seen) = (sampler::now(), self.parts.last_findings.ownership());
-        let mut held: BTreeMap<String, Vec<Held>> = held_of(
+        let mut held: BTreeMap<String, Vec<HeldDevice>> = held_of(
             now,
             &self.parts.ledger,
             &self.parts.layout,

@@ -32,7 +32,7 @@ use tranche_node::watchdog::compare::{
 };
 use tranche_node::watchdog::contexts::Model;
 use tranche_node::watchdog::end::{Ended, end};
-use tranche_node::watchdog::probe::{AllMemory, Held, HeldShare, Probe, Unwatchable};
+use tranche_node::watchdog::probe::{AllMemory, HeldOnGpu, HeldShare, Probe, Unwatchable};
 
 use self::running::{Alive, Devices};
 use self::watched_file::WatchedFile;
@@ -245,7 +245,7 @@ impl Watchdog {
                 .as_ref()
                 .and_then(|model| self.parts.contexts.get(model));
             let context = held.context;
-            let of_partitions = shared.into_values().map(|it| Held { context, ..it });
+            let of_partitions = shared.into_values().map(|it| HeldOnGpu { context, ..it });
             let samples = self.probe.sample(&held, is_key).and_then(|whole| {
                 let of_partitions =
                     gpu.sample_partitions(of_partitions, |held| self.probe.sample(held, is_key))?;
@@ -481,8 +481,8 @@ impl Gpu {
     /// being removed, or a reboot removed it and its claims are not prepared again yet.
     fn sample_partitions(
         &mut self,
-        held: impl Iterator<Item = Held>,
-        mut sample: impl FnMut(&Held) -> Result<Sample, Unwatchable>,
+        held: impl Iterator<Item = HeldOnGpu>,
+        mut sample: impl FnMut(&HeldOnGpu) -> Result<Sample, Unwatchable>,
     ) -> Result<BTreeMap<String, Sample>, Unwatchable> {
         let mut samples = BTreeMap::new();
         let mut known = std::mem::take(&mut self.partitions);
@@ -584,13 +584,13 @@ fn held(
     layout: &Layout,
     devices: &Devices,
     gpu_uuid: &str,
-) -> (Held, BTreeMap<String, Held>) {
-    let of = |uuid: &str| Held {
+) -> (HeldOnGpu, BTreeMap<String, HeldOnGpu>) {
+    let of = |uuid: &str| HeldOnGpu {
         gpu_uuid: uuid.to_owned(),
-        ..Held::default()
+        ..HeldOnGpu::default()
     };
     let mut whole = of(gpu_uuid);
-    let mut shared: BTreeMap<String, Held> = BTreeMap::new();
+    let mut shared: BTreeMap<String, HeldOnGpu> = BTreeMap::new();
     for (key, (record, nth)) in devices {
         let device = &record.plan.devices[*nth];
         if device.gpu_uuid != gpu_uuid {

@@ -110,12 +110,12 @@ impl Nvml for Library {
         gpu_uuid: &str,
         since: u64,
     ) -> Result<Vec<ProcessSample>, NvmlError> {
-        let samples = match self.device(gpu_uuid)?.process_utilization_stats(since) {
+        let reported = match self.device(gpu_uuid)?.process_utilization_stats(since) {
             // No process ran since then.
             Err(Reason::NotFound) => Vec::new(),
             other => call("nvmlDeviceGetProcessUtilization", gpu_uuid, other)?,
         };
-        let samples = samples.into_iter().map(|sample| ProcessSample {
+        let samples = reported.into_iter().map(|sample| ProcessSample {
             pid: sample.pid,
             at: sample.timestamp,
             percent: sample.sm_util,

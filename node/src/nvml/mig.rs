@@ -3,8 +3,8 @@
 use nvml_wrapper::{Device, Nvml};
 use tranche_api::Quantity;
 use tranche_api::mig::{MigEngines, MigInstance, MigProfile};
-use tranche_driver::gpu_state::{self, Change, Place};
-use tranche_nvml::{Error, Instance, Mig, Placement, Profile, Reason};
+use tranche_driver::gpu_state::{self, Change, Placement};
+use tranche_nvml::{Error, Instance, Mig, Profile, Reason};
 
 use super::{ChangeError, NvmlError};
 
@@ -59,9 +59,9 @@ pub(super) fn instances<'a>(
     instances.iter().map(actual).collect()
 }
 
-fn place(instance: &Instance, profiles: &[Profile]) -> Option<Place> {
+fn place(instance: &Instance, profiles: &[Profile]) -> Option<Placement> {
     let profile = profiles.iter().find(|it| it.id == instance.profile)?;
-    Some(Place {
+    Some(Placement {
         start: u8::try_from(instance.placement.start).ok()?,
         profile: profile.name.parse().ok()?,
     })
@@ -108,7 +108,11 @@ pub(super) fn change<'a>(
 }
 
 /// The ids of the profile and the placement, as the driver reports them.
-fn find(mig: &Mig<'_>, uuid: &str, place: Place) -> Result<(u32, Placement), NvmlError> {
+fn find(
+    mig: &Mig<'_>,
+    uuid: &str,
+    place: Placement,
+) -> Result<(u32, tranche_nvml::Placement), NvmlError> {
     let profiles = mig.profiles().map_err(|error| failed(error, uuid))?;
     let is_it = |profile: &&Profile| profile.name.parse() == Ok(place.profile);
     let found = profiles.iter().find(is_it).and_then(|profile| {

@@ -57,11 +57,11 @@ const LINE: u64 = 256;
 #[derive(Debug)]
 pub struct Processes {
     proc: PathBuf,
-    known: BTreeMap<u32, Known>,
+    known: BTreeMap<u32, KnownProcess>,
 }
 
 #[derive(Clone, Debug)]
-struct Known {
+struct KnownProcess {
     accounts: Vec<FileId>,
     /// When it is read again, if it has none.
     again: u64,
@@ -107,7 +107,7 @@ impl Processes {
             Err(error) if has_ended(&error) => return None,
             Ok(Read::All) | Err(_) => CHECK_NANOS,
         };
-        let known = Known {
+        let known = KnownProcess {
             accounts: found.clone(),
             again: now.saturating_add(wait),
             asked: now,

@@ -63,11 +63,11 @@ impl Proc {
         let folder = self.path.join(pid.to_string());
         let started = started(&read(&folder.join("stat")).ok()?)?;
         let status = read(&folder.join("status")).ok()?;
-        let pod = read(&folder.join("cgroup")).ok();
+        let cgroup = read(&folder.join("cgroup")).ok();
         let mounted = mounted(&folder.join("mountinfo"), is_key).unwrap_or_default();
         // It may have ended meanwhile, and another process may have its PID.
         let again = started_at(&folder)?;
-        let pod = pod.and_then(|cgroup| pod_of(&cgroup));
+        let pod = cgroup.and_then(|cgroup| pod_of(&cgroup));
         let of_pod = |(uid, name)| (Some(uid) == pod).then_some(name);
         (again == started).then_some(Identity {
             id: ProcessId { pid, started },

@@ -9,7 +9,9 @@ use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigGeometry, MigInstance};
 use tranche_api::sharing_policy::Interval;
 use tranche_api::usage::{Measure, Memory, Sensors};
-use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, ComputeMode, Instance, Place};
+use tranche_driver::gpu_state::{
+    Actual, Change, ComputeInstance, ComputeMode, Instance, Placement,
+};
 use tranche_driver::mig::{Geometry, Slices, tables};
 
 use crate::devices::DeviceNodes;
@@ -336,12 +338,12 @@ impl Gpu {
         Ok(())
     }
 
-    fn slices(&self, place: Place) -> Option<Slices> {
+    fn slices(&self, place: Placement) -> Option<Slices> {
         let partition = self.geometry.partition(place.profile, place.start)?;
         Some(partition.slices)
     }
 
-    fn is_free(&self, place: Place) -> bool {
+    fn is_free(&self, place: Placement) -> bool {
         let places = self.actual.instances.iter().map(|it| it.place);
         let mut left = Some(self.geometry.whole);
         for place in places.chain([place]) {
@@ -560,7 +562,7 @@ mod tests {
         let gpus = MigGpus::two_h100(Path::new("/"));
         let uuid = gpus.describe().unwrap().gpus[0].uuid.clone();
         let geometry = Geometry::read(&tables::h100(&[&uuid])).unwrap();
-        let place = |start, profile: &str| Place {
+        let place = |start, profile: &str| Placement {
             start,
             profile: profile.parse().unwrap(),
         };

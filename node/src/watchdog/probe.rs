@@ -16,7 +16,7 @@ const READINGS: u32 = 4;
 
 /// What claims hold of a GPU, or of a partition that they share, by the plugin's ledger.
 #[derive(Clone, Debug, Default)]
-pub struct Held {
+pub struct HeldOnGpu {
     /// The GPU, or the MIG device of the partition.
     pub gpu_uuid: String,
     /// The capped shares.
@@ -116,7 +116,7 @@ impl Probe {
     /// Samples one GPU. `is_key` is true for the keys of all held devices, on any GPU.
     pub fn sample(
         &mut self,
-        held: &Held,
+        held: &HeldOnGpu,
         is_key: impl Fn(&str) -> bool,
     ) -> Result<Sample, Unwatchable> {
         if !self.proc.is_own_namespace() {
@@ -177,7 +177,7 @@ impl Probe {
         });
     }
 
-    fn read(&mut self, held: &Held) -> Result<Reading, Unwatchable> {
+    fn read(&mut self, held: &HeldOnGpu) -> Result<Reading, Unwatchable> {
         let mut readings = READINGS;
         loop {
             let before: Vec<_> = held.shares.iter().map(copy).collect();
@@ -223,7 +223,7 @@ impl Probe {
 
     fn process(
         &mut self,
-        held: &Held,
+        held: &HeldOnGpu,
         pid: u32,
         bytes: u64,
         is_key: &impl Fn(&str) -> bool,
@@ -266,7 +266,11 @@ fn counted(used: Option<u64>) -> u64 {
 
 /// The owner of a process: by the devices on this GPU that its container has or, without any, that its
 /// pod holds.
-fn owner(held: &Held, process: &Identity, learned: &BTreeMap<String, BTreeSet<String>>) -> Owner {
+fn owner(
+    held: &HeldOnGpu,
+    process: &Identity,
+    learned: &BTreeMap<String, BTreeSet<String>>,
+) -> Owner {
     let shares_of = |keys: &mut dyn Iterator<Item = &String>| {
         let on_gpu = |key: &&String| held.shares.iter().any(|share| share.key == **key);
         keys.filter(on_gpu).cloned().collect::<BTreeSet<_>>()
@@ -354,7 +358,7 @@ fn slots(before: &AccountCopy, after: &AccountCopy) -> Vec<SlotSample> {
 mod tests {
     use super::*;
 
-    fn held() -> Held {
+    fn held() -> HeldOnGpu {
         let share = |key: &str| HeldShare {
             key: key.into(),
             account: PathBuf::new(),
@@ -362,7 +366,7 @@ mod tests {
             all: None,
             context: 0,
         };
-        Held {
+        HeldOnGpu {
             gpu_uuid: "GPU-0".into(),
             shares: vec![share("share-a"), share("share-b")],
             uncapped: BTreeSet::from(["whole".to_owned()]),

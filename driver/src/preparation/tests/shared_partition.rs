@@ -34,8 +34,8 @@ fn planned(
     plan(&allocation(name, results), &with_mig(), held).map_err(|error| error.to_string())
 }
 
-fn place(start: u8, profile: &str) -> Place {
-    Place {
+fn place(start: u8, profile: &str) -> Placement {
+    Placement {
         start,
         profile: profile.parse().unwrap(),
     }
@@ -273,11 +273,11 @@ proptest! {
         }
         let devices: Vec<_> = held.iter().flat_map(|plan| &plan.devices).collect();
         let is_divided = devices.iter().any(|it| it.partition.is_some());
-        let mut places: BTreeMap<Place, Vec<&PreparedDevice>> = BTreeMap::new();
+        let mut places: BTreeMap<Placement, Vec<&PreparedDevice>> = BTreeMap::new();
         for device in devices {
             let name: DeviceName = device.device.parse().unwrap();
             prop_assert_eq!(name.place().is_some(), is_divided);
-            places.entry(name.place().unwrap_or(Place { start: 0, profile: "7g.80gb".parse::<Profile>().unwrap() })).or_default().push(device);
+            places.entry(name.place().unwrap_or(Placement { start: 0, profile: "7g.80gb".parse::<Profile>().unwrap() })).or_default().push(device);
         }
         let mut left: Slices = geometry.whole;
         for (place, holders) in places {

@@ -12,7 +12,7 @@ use tranche_api::tier::Tier;
 
 use super::{devices, inventory, planned, replanned};
 use crate::claim::DeviceName;
-use crate::gpu_state::Place;
+use crate::gpu_state::Placement;
 use crate::mig::{Geometry, tables};
 use crate::slices::{Content, SlicePlan};
 use crate::testing::{gpu, policy};
@@ -70,7 +70,7 @@ fn fits_beside(held: &Device, device: &Device, sets: &BTreeMap<String, CounterSe
     })
 }
 
-fn place(device: &Device) -> Option<Place> {
+fn place(device: &Device) -> Option<Placement> {
     device.name.parse::<DeviceName>().unwrap().place()
 }
 
@@ -79,7 +79,7 @@ fn can_be_both(geometry: &Geometry, first: &Device, second: &Device) -> bool {
     let (Some(first), Some(second)) = (place(first), place(second)) else {
         return false;
     };
-    let slices = |place: Place| {
+    let slices = |place: Placement| {
         let partition = geometry.partition(place.profile, place.start);
         partition.unwrap().slices
     };

@@ -7,8 +7,8 @@ use tokio::task::JoinHandle;
 use tranche_api::WithheldGpu;
 use tranche_driver::audit::Ended;
 use tranche_driver::cdi::DriverDevice;
+use tranche_driver::competing_drivers::{Observations, verdict};
 use tranche_driver::preparation::PAGES;
-use tranche_driver::providers::{Seen, verdict};
 use tranche_shim_core::cap::CapPage;
 use tranche_shim_core::layout::AccountPage;
 
@@ -1111,9 +1111,9 @@ async fn a_withheld_gpu_is_refused_to_new_claims_only() {
         .await
         .unwrap();
     // Another system starts and offers both.
-    let seen = Seen {
+    let seen = Observations {
         plugin_sockets: ["nvidia-gpu.sock".to_owned()].into(),
-        ..Seen::default()
+        ..Observations::default()
     };
     plugin
         .others
@@ -1139,9 +1139,10 @@ async fn a_withheld_gpu_is_refused_to_new_claims_only() {
         .prepare(&claim_ref("running"))
         .await
         .unwrap();
-    plugin
-        .others
-        .send_replace(Some(verdict(&world.ready.inventory, &Seen::default())));
+    plugin.others.send_replace(Some(verdict(
+        &world.ready.inventory,
+        &Observations::default(),
+    )));
     plugin.preparer.prepare(&claim_ref("new")).await.unwrap();
     plugin.preparer.unprepare(&claim_ref("new")).await.unwrap();
 

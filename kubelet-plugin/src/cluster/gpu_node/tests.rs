@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use tranche_driver::providers::{Kubelet, PluginDevice, Seen, verdict};
+use tranche_driver::competing_drivers::{Kubelet, Observations, PluginDevice, verdict};
 
 use super::*;
 use crate::gpu::driver_state::DriverError;
@@ -20,7 +20,7 @@ const HOUR: Duration = Duration::from_hours(1);
 
 /// Nobody else hands out GPUs.
 fn no_others() -> Verdict {
-    verdict(&Inventory::default(), &Seen::default())
+    verdict(&Inventory::default(), &Observations::default())
 }
 
 struct Running {
@@ -440,9 +440,9 @@ fn plugin_offers(world: &World, gpu: usize) -> Verdict {
         offered,
         ..Kubelet::default()
     };
-    let seen = Seen {
+    let seen = Observations {
         kubelet: Some(Ok(kubelet)),
-        ..Seen::default()
+        ..Observations::default()
     };
     verdict(inventory, &seen)
 }

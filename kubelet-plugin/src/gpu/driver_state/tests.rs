@@ -9,7 +9,7 @@ use crate::testing::{World, claim, claim_ref, partition, passthrough};
 use tranche_api::sharing_policy::Interval;
 use tranche_api::vgpu::VgpuRole;
 use tranche_api::withheld::reason;
-use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Placement};
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
 use tranche_node::nvml::{
@@ -170,7 +170,7 @@ async fn a_claims_partition_does_not_change_what_the_node_describes() {
     plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     assert_eq!(observer.check().unwrap(), before);
     // It describes an administrator's partition.
-    let made = Change::CreateInstance(Place {
+    let made = Change::CreateInstance(Placement {
         start: 4,
         profile: "2g.20gb".parse().unwrap(),
     });

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 use tranche_driver::gpu_state::{
-    Actual, Change, ComputeMode, Daemon, Next, Partition, Place, Record, Served, Wanted,
+    Actual, Change, ComputeMode, Daemon, Next, Partition, Placement, Record, Served, Wanted,
     WantedDaemon, next,
 };
 use tranche_driver::mig::Geometry;
@@ -184,7 +184,7 @@ impl Reconciliation<'_> {
     }
 
     /// The partitions as MIG devices, whose device nodes exist.
-    fn devices(&self, partitions: BTreeMap<Place, Partition>) -> Result<Reconciled, GpuError> {
+    fn devices(&self, partitions: BTreeMap<Placement, Partition>) -> Result<Reconciled, GpuError> {
         let (gpu_uuid, opened) = (self.gpu_uuid, &self.opened);
         if partitions.is_empty() {
             return Ok(Reconciled::default());
@@ -192,7 +192,7 @@ impl Reconciliation<'_> {
         // A switch of MIG mode may have changed the minor number.
         let minor = opened.nvml.minor(gpu_uuid)?;
         let root = opened.nodes.root().path();
-        let one = |(place, partition): (Place, Partition)| {
+        let one = |(place, partition): (Placement, Partition)| {
             let failed = |error| GpuError::Capabilities {
                 gpu: gpu_uuid.to_owned(),
                 error,
@@ -237,7 +237,8 @@ fn of_daemon(gpu_uuid: &str, error: MpsError) -> GpuError {
 
 /// Whether a daemon is needed that Tranche has not started.
 fn needs_new_daemon(needs: &HeldOfGpu, record: &Record) -> bool {
-    let recorded: BTreeSet<Place> = record.partition_daemons.iter().map(|it| it.place).collect();
+    let recorded: BTreeSet<Placement> =
+        record.partition_daemons.iter().map(|it| it.place).collect();
     (needs.mps && record.mps.is_none()) || !needs.partition_daemons.is_subset(&recorded)
 }
 
@@ -279,7 +280,7 @@ fn wanted(needs: HeldOfGpu, held: HeldOfGpu) -> Wanted {
 }
 
 /// The partition that is the MIG device with this UUID.
-fn partition(actual: &Actual, mig_uuid: &str) -> BTreeMap<Place, Partition> {
+fn partition(actual: &Actual, mig_uuid: &str) -> BTreeMap<Placement, Partition> {
     actual
         .instances
         .iter()

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 use tranche_api::gpu_node::MigMode;
-use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Place};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Placement};
 
 use crate::claim::orphans::schedule::SPREAD;
 use crate::cluster::node_policy::NodePolicy;
@@ -75,8 +75,8 @@ fn product<A: Clone, B: Clone>(
         .flat_map(move |a| second.clone().into_iter().map(move |b| (a.clone(), b)))
 }
 
-fn place(profile: &str, start: u8) -> Place {
-    Place {
+fn place(profile: &str, start: u8) -> Placement {
+    Placement {
         start,
         profile: profile.parse().unwrap(),
     }
@@ -351,7 +351,7 @@ fn anonymous(text: &str) -> String {
 struct Prepared {
     files: Vec<(String, String)>,
     /// By the GPU's UUID.
-    gpus: BTreeMap<String, (BTreeSet<Place>, ComputeMode)>,
+    gpus: BTreeMap<String, (BTreeSet<Placement>, ComputeMode)>,
     daemons: Vec<String>,
     /// The PCI functions that are not bound as at boot.
     functions: Vec<String>,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tranche_api::usage::{Measure, Peak};
 use tranche_driver::journal::Record;
 use tranche_driver::preparation::{PAGES, PreparedDevice};
-use tranche_driver::usage::{GpuReading, Held, Owner, User};
+use tranche_driver::usage::{GpuReading, HeldDevice, Owner, User};
 use tranche_node::page::AccountFile;
 use tranche_node::usage::Busy;
 
@@ -95,8 +95,8 @@ pub fn held_of(
     layout: &Layout,
     listed: &LastListing,
     peaks: &BTreeMap<String, Peak>,
-) -> BTreeMap<String, Vec<Held>> {
-    let mut held: BTreeMap<String, Vec<Held>> = BTreeMap::new();
+) -> BTreeMap<String, Vec<HeldDevice>> {
+    let mut held: BTreeMap<String, Vec<HeldDevice>> = BTreeMap::new();
     for record in ledger.held() {
         // The driver does not know a GPU that is at VFIO. An administrator's access holds nothing.
         let devices = record.plan.devices.iter();
@@ -104,7 +104,7 @@ pub fn held_of(
             let of_gpu = held.entry(device.gpu_uuid.clone()).or_default();
             let account = account(&record, device, layout);
             let last_launch = account.as_ref().and_then(|it| it.last_launch);
-            of_gpu.push(Held {
+            of_gpu.push(HeldDevice {
                 key: device.key.clone(),
                 claim: reference(&record),
                 request: device.request.clone(),
@@ -228,7 +228,7 @@ impl LastSeen {
     }
 
     /// Takes what GPM says of those partitions of a GPU that one claim has alone.
-    pub fn add_partitions(&mut self, now: u64, reading: &GpuReading, held: &[Held]) {
+    pub fn add_partitions(&mut self, now: u64, reading: &GpuReading, held: &[HeldDevice]) {
         for device in held {
             let Some(uuid) = &device.partition else {
                 continue;

@@ -28,7 +28,7 @@ const HOW: &str = "see \"Taking over a node\" in deploy/README.md";
 
 /// What was observed of other systems.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Seen {
+pub struct Observations {
     /// What the kubelet reports about device plugins and pods, or why it does not answer.
     pub kubelet: Option<Result<Kubelet, String>>,
     /// Sockets of NVIDIA's or HAMi's device plugin that accept connections, by file name.
@@ -65,14 +65,14 @@ pub type Pod = String;
 
 /// The other system that offers a GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Provider {
+enum CompetingDriver {
     NvidiaDevicePlugin,
     Hami,
     DevicePlugin,
     NvidiaDraDriver,
 }
 
-impl Provider {
+impl CompetingDriver {
     const fn reason(self) -> &'static str {
         match self {
             Self::NvidiaDevicePlugin => "NvidiaDevicePlugin",
@@ -103,7 +103,7 @@ pub struct Verdict {
 
 /// Which of the GPUs of `inventory` other systems hand out.
 #[must_use]
-pub fn verdict(inventory: &Inventory, seen: &Seen) -> Verdict {
+pub fn verdict(inventory: &Inventory, seen: &Observations) -> Verdict {
     let mut found = Found::default();
     plugins(inventory, seen, &mut found);
     dra_driver(inventory, seen, &mut found);
@@ -132,32 +132,32 @@ pub fn verdict(inventory: &Inventory, seen: &Seen) -> Verdict {
 #[derive(Debug, Default)]
 struct Found {
     gpus: BTreeMap<String, BTreeSet<String>>,
-    providers: BTreeSet<Provider>,
+    drivers: BTreeSet<CompetingDriver>,
 }
 
 impl Found {
-    fn of(&mut self, uuid: &str, provider: Provider, text: String) {
-        self.providers.insert(provider);
+    fn of(&mut self, uuid: &str, driver: CompetingDriver, text: String) {
+        self.drivers.insert(driver);
         let findings = self.gpus.entry(uuid.to_owned()).or_default();
         findings.insert(text);
     }
 
-    fn of_all(&mut self, inventory: &Inventory, provider: Provider, text: &str) {
+    fn of_all(&mut self, inventory: &Inventory, driver: CompetingDriver, text: &str) {
         for gpu in &inventory.gpus {
-            self.of(&gpu.uuid, provider, text.to_owned());
+            self.of(&gpu.uuid, driver, text.to_owned());
         }
     }
 
     fn condition(&self) -> State {
-        let words: Vec<_> = self.providers.iter().map(|p| p.words()).collect();
-        let reason = match self.providers.iter().collect::<Vec<_>>()[..] {
+        let words: Vec<_> = self.drivers.iter().map(|p| p.words()).collect();
+        let reason = match self.drivers.iter().collect::<Vec<_>>()[..] {
             [] => "NoOtherProvider",
             [one] => one.reason(),
             _ => "SeveralProviders",
         };
         State {
             kind: SOLE_PROVIDER,
-            holds: self.providers.is_empty(),
+            holds: self.drivers.is_empty(),
             reason,
             message: if words.is_empty() {
                 String::new()
@@ -172,20 +172,20 @@ impl Found {
     }
 }
 
-fn plugins(inventory: &Inventory, seen: &Seen, found: &mut Found) {
+fn plugins(inventory: &Inventory, seen: &Observations, found: &mut Found) {
     match &seen.kubelet {
         Some(Ok(kubelet)) => {
             for device in &kubelet.offered {
-                if let Some((uuid, provider)) = owner(inventory, device) {
-                    let words = provider.words();
+                if let Some((uuid, driver)) = owner(inventory, device) {
+                    let words = driver.words();
                     let text = format!("{words} offers it as {}", device.resource);
-                    found.of(uuid, provider, text);
+                    found.of(uuid, driver, text);
                 }
             }
             for (pod, device) in &kubelet.held {
-                if let Some((uuid, provider)) = owner(inventory, device) {
+                if let Some((uuid, driver)) = owner(inventory, device) {
                     let text = format!("pod {pod} holds it as {}", device.resource);
-                    found.of(uuid, provider, text);
+                    found.of(uuid, driver, text);
                 }
             }
         }
@@ -198,14 +198,14 @@ fn plugins(inventory: &Inventory, seen: &Seen, found: &mut Found) {
                 let text = format!(
                     "a device plugin serves {socket}, and the kubelet does not say which GPUs it offers ({why})"
                 );
-                found.of_all(inventory, Provider::NvidiaDevicePlugin, &text);
+                found.of_all(inventory, CompetingDriver::NvidiaDevicePlugin, &text);
             }
         }
     }
 }
 
-fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
-    let provider = Provider::NvidiaDraDriver;
+fn dra_driver(inventory: &Inventory, seen: &Observations, found: &mut Found) {
+    let driver = CompetingDriver::NvidiaDraDriver;
     let none = BTreeMap::new();
     let devices = match &seen.slices {
         Some(Ok(devices)) => devices,
@@ -216,12 +216,12 @@ fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
             let text = format!(
                 "NVIDIA's DRA driver runs, and the API server does not say which GPUs it offers ({why})"
             );
-            found.of_all(inventory, provider, &text);
+            found.of_all(inventory, driver, &text);
         }
         for uuid in devices.values() {
             if inventory.gpus.iter().any(|gpu| gpu.uuid == *uuid) {
                 let text = format!("NVIDIA's DRA driver ({NVIDIA_DRIVER}) offers it");
-                found.of(uuid, provider, text);
+                found.of(uuid, driver, text);
             }
         }
     }
@@ -229,13 +229,13 @@ fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
         for (pod, device) in &kubelet.claimed {
             if let Some(uuid) = devices.get(device) {
                 let text = format!("pod {pod} holds it by a claim for {NVIDIA_DRIVER}");
-                found.of(uuid, provider, text);
+                found.of(uuid, driver, text);
             } else {
                 // Its slices were deleted with the driver; nothing else names the GPU.
                 let text = format!(
                     "pod {pod} holds {device} by a claim for {NVIDIA_DRIVER}, and nothing says which GPU that is"
                 );
-                found.of_all(inventory, provider, &text);
+                found.of_all(inventory, driver, &text);
             }
         }
     }
@@ -243,19 +243,22 @@ fn dra_driver(inventory: &Inventory, seen: &Seen, found: &mut Found) {
 
 /// The GPU of a device plugin's device, and the plugin. NVIDIA's plugin names a
 /// device by the UUID, a replica of it `UUID::n`; HAMi's names its parts `UUID-n`.
-fn owner<'a>(inventory: &'a Inventory, device: &PluginDevice) -> Option<(&'a str, Provider)> {
+fn owner<'a>(
+    inventory: &'a Inventory,
+    device: &PluginDevice,
+) -> Option<(&'a str, CompetingDriver)> {
     let number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
     inventory.gpus.iter().find_map(|gpu| {
         let rest = device.id.strip_prefix(gpu.uuid.as_str())?;
         let is_hami = rest.strip_prefix('-').is_some_and(number);
         let is_ours = rest.is_empty() || is_hami || rest.strip_prefix("::").is_some_and(number);
-        let provider = if is_hami {
-            Provider::Hami
+        let driver = if is_hami {
+            CompetingDriver::Hami
         } else if device.resource.starts_with("nvidia.com/") {
-            Provider::NvidiaDevicePlugin
+            CompetingDriver::NvidiaDevicePlugin
         } else {
-            Provider::DevicePlugin
+            CompetingDriver::DevicePlugin
         };
-        is_ours.then_some((gpu.uuid.as_str(), provider))
+        is_ours.then_some((gpu.uuid.as_str(), driver))
     })
 }

@@ -12,14 +12,14 @@ fn device(resource: &str, id: String) -> PluginDevice {
     }
 }
 
-fn kubelet(kubelet: Kubelet) -> Seen {
-    Seen {
+fn kubelet(kubelet: Kubelet) -> Observations {
+    Observations {
         kubelet: Some(Ok(kubelet)),
-        ..Seen::default()
+        ..Observations::default()
     }
 }
 
-fn withheld(seen: &Seen) -> Vec<String> {
+fn withheld(seen: &Observations) -> Vec<String> {
     let verdict = verdict(&two(), seen);
     assert_eq!(
         verdict.condition.holds,
@@ -95,24 +95,24 @@ fn a_gpu_stays_withheld_while_a_gone_plugins_pod_holds_it() {
 
 #[test]
 fn a_live_plugin_that_the_kubelet_omits_takes_all_gpus() {
-    let seen = Seen {
+    let seen = Observations {
         kubelet: Some(Err("no such file".to_owned())),
         plugin_sockets: names(&["nvidia-gpu.sock"]),
-        ..Seen::default()
+        ..Observations::default()
     };
     assert_eq!(withheld(&seen), [gpu(0).uuid, gpu(1).uuid]);
     let message = verdict(&two(), &seen).withheld[0].message.clone();
     assert!(message.contains("nvidia-gpu.sock"), "{message}");
     // If the kubelet answers, its answer counts: the plugin may serve other GPUs, or none yet.
-    let answered = Seen {
+    let answered = Observations {
         kubelet: Some(Ok(Kubelet::default())),
         ..seen
     };
     assert_eq!(withheld(&answered), [""; 0]);
     // A kubelet that does not answer is not a reason by itself.
-    let quiet = Seen {
+    let quiet = Observations {
         kubelet: Some(Err("no such file".to_owned())),
-        ..Seen::default()
+        ..Observations::default()
     };
     assert_eq!(withheld(&quiet), [""; 0]);
 }
@@ -123,19 +123,19 @@ fn nvidias_dra_driver_takes_its_slices_gpus_while_it_runs() {
         ("gpu-1".to_owned(), gpu(1).uuid),
         ("gpu-9".to_owned(), "GPU-of-another-node".to_owned()),
     ]);
-    let runs = Seen {
+    let runs = Observations {
         dra_sockets: names(&["gpu.nvidia.com-reg.sock"]),
         slices: Some(Ok(slices)),
-        ..Seen::default()
+        ..Observations::default()
     };
     assert_eq!(withheld(&runs), [gpu(1).uuid]);
     // Slices that outlive their driver offer nothing: the kubelet removes them.
-    let ended = Seen {
+    let ended = Observations {
         dra_sockets: BTreeSet::new(),
         ..runs.clone()
     };
     assert_eq!(withheld(&ended), [""; 0]);
-    let unknown = Seen {
+    let unknown = Observations {
         slices: Some(Err("timeout".to_owned())),
         ..runs
     };
@@ -148,7 +148,7 @@ fn a_pod_of_nvidias_dra_driver_keeps_its_gpu_or_else_all_gpus() {
         claimed: vec![("team/train".to_owned(), "gpu-1".to_owned())],
         ..Kubelet::default()
     };
-    let known = Seen {
+    let known = Observations {
         slices: Some(Ok(BTreeMap::from([("gpu-1".to_owned(), gpu(1).uuid)]))),
         ..kubelet(holds.clone())
     };
