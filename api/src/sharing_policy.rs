@@ -72,7 +72,7 @@ pub struct SharingPolicySpec {
     /// How GPUs are shared in the tier `timeshared`.
     #[serde(default)]
     pub timeshared: TimesharedPolicy,
-    /// What becomes of claims whose programs hold memory of the GPU and run no kernel; nothing where absent.
+    /// What happens to claims whose programs hold memory of the GPU and run no kernel; nothing where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle: Option<IdlePolicy>,
 }
@@ -155,7 +155,7 @@ pub struct CappedPolicy {
     #[schemars(range(min = 1, max = 100))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_cores: Option<u32>,
-    /// What becomes of the tier where the driver has functions that Tranche does not know:
+    /// What happens to the tier where the driver has functions that Tranche does not know:
     /// `Taint` closes it to new claims that do not tolerate
     /// `gpu.tranche.dev/untested-driver`, `Allow` only tells by the attribute `untestedDriver`.
     pub untested_driver: UntestedDriver,
@@ -184,7 +184,7 @@ pub const DRIVER_CAPABILITIES: [&str; 7] = [
 /// What every capped share has of the driver.
 pub const CAPPED_CAPABILITIES: [&str; 2] = ["compute", "utility"];
 
-/// What becomes of a tier that a driver's unknown functions may escape.
+/// What happens to a tier that a driver's unknown functions may escape.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum UntestedDriver {
     /// Closed to new claims that do not tolerate it.

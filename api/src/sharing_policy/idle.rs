@@ -9,7 +9,7 @@ pub const LEAST_AFTER_SECONDS: u32 = 10;
 /// The most of `afterSeconds` and of `graceSeconds`: 30 days.
 pub const MOST_SECONDS: u32 = 30 * 24 * 3600;
 
-/// Which claims are idle, and what becomes of them.
+/// Which claims are idle, and what happens to them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct IdlePolicy {
@@ -31,7 +31,7 @@ pub struct IdlePolicy {
     pub grace_seconds: u32,
 }
 
-/// What becomes of an idle claim.
+/// What happens to an idle claim.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum IdleAction {
     /// Its pods are evicted.
