@@ -47,13 +47,11 @@ impl Cluster {
         })
     }
 
-    /// This node's pool.
     #[must_use]
     pub fn pool(&self) -> String {
         pool(&self.node)
     }
 
-    /// The node's slices.
     pub async fn slices(&self) -> anyhow::Result<Vec<ResourceSlice>> {
         let all: Api<ResourceSlice> = Api::all(self.client.clone());
         let fields = format!("spec.driver={DRIVER}");

@@ -6,7 +6,6 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::time::{ClockId, clock_gettime};
 
-/// A running process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
     /// Its pid in this PID namespace.

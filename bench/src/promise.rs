@@ -35,7 +35,6 @@ impl fmt::Display for Bound {
     }
 }
 
-/// A measurable promise.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Promise {
     /// Its name in results and in `SPECIFICATION.md`.

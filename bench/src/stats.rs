@@ -9,13 +9,11 @@ use serde::{Deserialize, Serialize};
 pub struct Spread {
     /// The number of values, at least 1.
     pub samples: usize,
-    /// The smallest value.
     pub min: f64,
     /// The median: half of the values are no larger.
     pub p50: f64,
     /// 99 of 100 values are no larger.
     pub p99: f64,
-    /// The largest value.
     pub max: f64,
 }
 

@@ -16,7 +16,6 @@ use tranche_node::utilization::NvmlUtilization;
 use crate::contexts::Measuring;
 use crate::shares::Shares;
 
-/// A supervisor's duties.
 #[derive(Debug)]
 pub struct Duties {
     account: PathBuf,

@@ -328,7 +328,6 @@ fn account(folder: &Path) -> Option<PathBuf> {
 }
 
 impl Membership {
-    /// The share's folder.
     pub fn folder(&self) -> &Path {
         &self.folder
     }

@@ -90,7 +90,6 @@ fn serve() -> io::Result<()> {
     Ok(())
 }
 
-/// A granted share.
 #[derive(Debug)]
 struct GrantedShare {
     shares: Shares,

@@ -39,7 +39,6 @@ pub struct Link {
     pub target: PathBuf,
 }
 
-/// The command's share.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Grant {

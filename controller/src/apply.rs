@@ -102,8 +102,10 @@ pub enum Written {
         /// As it is stored.
         stored: Box<ResourceSlice>,
     },
-    /// It is gone.
-    Deleted { name: String, uid: String },
+    Deleted {
+        name: String,
+        uid: String,
+    },
 }
 
 #[derive(Clone)]

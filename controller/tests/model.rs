@@ -26,7 +26,6 @@ use tranche_controller::withdrawn::{HeldDevices, USABLE};
 enum Happening {
     /// The plugin registers anew; it lives from now on.
     Register,
-    /// The plugin dies.
     Die,
     /// The kubelet removes every slice.
     Wipe,
@@ -38,7 +37,6 @@ enum Happening {
     NoDriver,
     /// The plugin withholds these GPUs, if it lives.
     Withhold(BTreeSet<u32>),
-    /// The policy changes.
     Policy(usize),
     /// A claim takes a device that the scheduler could give.
     Allocate(usize),

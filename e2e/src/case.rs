@@ -339,7 +339,6 @@ impl Case {
         Ok(device.name.clone())
     }
 
-    /// A unique name.
     #[must_use]
     pub fn unique(&self, name: &str) -> String {
         format!("e2e-{name}-{}", self.suffix)

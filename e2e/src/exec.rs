@@ -9,11 +9,8 @@ use tokio::io::{AsyncRead, AsyncReadExt};
 /// The result of a command.
 #[derive(Clone, Debug)]
 pub struct Exit {
-    /// Its exit status.
     pub code: i32,
-    /// Its standard output.
     pub stdout: String,
-    /// Its standard error.
     pub stderr: String,
 }
 

@@ -53,7 +53,6 @@ impl Namespace {
         self
     }
 
-    /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

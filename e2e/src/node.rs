@@ -40,7 +40,6 @@ pub fn kill_containers(id: &str) -> String {
     )
 }
 
-/// A kind node.
 #[derive(Clone, Debug)]
 pub struct Node {
     name: String,
@@ -57,7 +56,6 @@ impl Node {
         }
     }
 
-    /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name

@@ -47,7 +47,6 @@ impl PodHandle {
         Api::namespaced(self.client.clone(), &self.namespace)
     }
 
-    /// Its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -214,7 +213,6 @@ impl PodHandle {
             .collect()
     }
 
-    /// Its log.
     pub async fn logs(&self) -> anyhow::Result<String> {
         Ok(self.pods().logs(&self.name, &LogParams::default()).await?)
     }

@@ -21,7 +21,6 @@ impl Request {
         Self::class(&tier.class_name())
     }
 
-    /// A whole GPU.
     #[must_use]
     pub fn exclusive() -> Self {
         Self::of(Tier::Exclusive)

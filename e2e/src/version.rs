@@ -20,7 +20,6 @@ pub struct Version {
 }
 
 impl Version {
-    /// This tree's version.
     #[must_use]
     pub fn this() -> Self {
         Self {

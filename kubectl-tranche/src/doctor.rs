@@ -11,7 +11,6 @@ mod checks;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Outcome {
-    /// All is well.
     Good,
     /// It could not be checked.
     Unknown,

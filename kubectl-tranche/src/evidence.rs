@@ -9,7 +9,6 @@ use crate::facts::Facts;
 pub struct Evidence {
     /// The facts that `doctor` examines, with all objects.
     pub facts: Facts,
-    /// The chart's pods.
     pub pods: Vec<Pod>,
     /// The newest lines of their containers' logs.
     pub logs: Vec<Log>,
@@ -24,6 +23,5 @@ pub struct Evidence {
 pub struct Log {
     pub pod: String,
     pub container: String,
-    /// Its newest lines.
     pub text: String,
 }

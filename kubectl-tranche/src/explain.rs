@@ -102,7 +102,6 @@ pub struct Neighbour {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeExplanation {
-    /// Its name.
     pub node: String,
     /// What keeps the pod off the node, whatever devices it has.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -14,13 +14,11 @@ pub struct Facts {
     pub dra_versions: Served<Vec<String>>,
     /// Whether feature gates are on, by name, as the API server's metrics say.
     pub gates: Served<BTreeMap<String, bool>>,
-    /// The caller's rights.
     pub access: Vec<Access>,
     /// The pods of the chart; an error where the caller may not list them.
     pub components: Served<Vec<Component>>,
     /// The namespace of these pods.
     pub system: String,
-    /// The objects.
     pub snapshot: Snapshot,
     /// The use of GPUs.
     pub usage: UsageResult,

@@ -14,7 +14,6 @@ pub struct Question {
     pub kind: Kind,
     /// One of them.
     pub name: Option<String>,
-    /// The namespaces.
     pub scope: Scope,
 }
 
@@ -28,7 +27,6 @@ pub struct Listing {
     pub items: Vec<Row>,
 }
 
-/// A claim's device.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Row {
@@ -40,7 +38,6 @@ pub struct Row {
     pub claim: String,
     /// The pods for which it is reserved; one pod in a list of pods.
     pub pods: Vec<String>,
-    /// The claim's progress.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<State>,
     /// The classes that the claim requests.

@@ -39,7 +39,6 @@ pub struct GpuMap {
     #[serde(skip)]
     pub short: String,
     pub product: String,
-    /// Its memory, bytes.
     pub memory: u64,
     /// The tier that it serves.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -71,7 +70,6 @@ pub enum Content {
     Held {
         /// `namespace/claim` of each, with its limits and what it uses.
         tenants: Vec<String>,
-        /// A partition's profile.
         #[serde(skip_serializing_if = "Option::is_none")]
         profile: Option<String>,
     },

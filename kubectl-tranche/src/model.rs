@@ -51,7 +51,6 @@ pub struct Node {
     /// The GPU driver's version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub driver_version: Option<String>,
-    /// The plugin's version.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plugin_version: Option<String>,
     /// The messages of its conditions that are false, and the problem of its slices.
@@ -71,7 +70,6 @@ pub struct Gpu {
     pub index: Option<u32>,
     /// The product, as NVML names it; empty where it is not known.
     pub product: String,
-    /// Its PCI address.
     pub pci_bus_id: String,
     /// All of its memory, bytes; 0 where it is not known.
     pub memory: u64,
@@ -100,7 +98,6 @@ pub struct AllocatedDevice {
     pub device: String,
     /// The tier in which it is allocated.
     pub tier: Tier,
-    /// A partition's profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
     /// A partition's first memory slice.
@@ -122,10 +119,8 @@ pub struct AllocatedDevice {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Tenant {
-    /// The claim's namespace.
     pub namespace: String,
     pub claim: String,
-    /// The claim's UID.
     pub uid: String,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,

@@ -17,7 +17,6 @@ pub use tree::{Choice, Leaf, Next, Question, START, TREE, markdown};
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Recommendation {
-    /// The DeviceClass.
     pub class: &'static str,
     pub why: &'static str,
     /// What to know before.
@@ -51,21 +50,12 @@ pub enum AnswerError {
     },
     /// A question that nobody answered.
     #[error("unanswered: {text} Add {known}")]
-    Missing {
-        /// The question.
-        text: &'static str,
-        /// Its answers.
-        known: String,
-    },
+    Missing { text: &'static str, known: String },
     /// The pod has no GPU of ours.
     #[error(
         "pod {namespace}/{pod} holds no GPU by a claim: check its name and --namespace, or answer the questions without --pod"
     )]
-    NoPod {
-        namespace: String,
-        /// Its name.
-        pod: String,
-    },
+    NoPod { namespace: String, pod: String },
     /// The terminal cannot be read.
     #[error("cannot read the answer: {0}")]
     Read(String),

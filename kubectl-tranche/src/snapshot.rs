@@ -130,7 +130,6 @@ impl Scope {
 /// The objects that a command asked for. The lists of other resources, and of those in [`Self::gaps`], are empty.
 #[derive(Clone, Debug, Default)]
 pub struct Snapshot {
-    /// The requested resources.
     pub asked: BTreeSet<Resource>,
     pub gpu_nodes: Vec<GpuNode>,
     pub policies: Vec<SharingPolicy>,

@@ -25,7 +25,6 @@ pub enum TopReport {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeRow {
-    /// Its name.
     pub node: String,
     pub gpus: usize,
     /// GPUs that are offered and have no claims.
@@ -67,7 +66,6 @@ pub struct GpuRow {
     pub used: Option<Used>,
 }
 
-/// A pod's device.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PodRow {

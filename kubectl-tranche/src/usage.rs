@@ -51,9 +51,7 @@ impl NodeGpu {
 /// A claim's part of a device. A claim may have several parts of one device.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Part {
-    /// The device's node.
     pub node: String,
-    /// The claim's UID.
     pub claim: String,
     pub device: String,
     /// The share, where claims share the device.

@@ -19,15 +19,10 @@ pub enum ClientError {
     #[error(
         "the MPS supervisor does not answer at {path}: {source}: look at the pod of the DaemonSet `tranche-mps` on this node"
     )]
-    Unreachable {
-        /// Its socket.
-        path: PathBuf,
-        source: io::Error,
-    },
+    Unreachable { path: PathBuf, source: io::Error },
     /// The answer is not one of this protocol.
     #[error("the MPS supervisor at {path} answers what this release does not understand: {source}")]
     Answer {
-        /// Its socket.
         path: PathBuf,
         source: serde_json::Error,
     },

@@ -55,10 +55,8 @@ pub enum ControlError {
     Limit(#[from] LimitError),
 }
 
-/// A control daemon.
 #[derive(Clone, Debug)]
 pub struct Control {
-    /// The driver's program.
     pub program: PathBuf,
     /// The folder of the daemon's sockets.
     pub pipes: PathBuf,

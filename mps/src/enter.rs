@@ -23,7 +23,6 @@ pub enum EnterError {
     /// A folder cannot be mounted.
     #[error("cannot mount {from} at {to}: {source}")]
     Mount {
-        /// The device's folder.
         from: PathBuf,
         /// Where clients have it.
         to: &'static str,

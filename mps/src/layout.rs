@@ -38,7 +38,6 @@ pub struct DeviceId(String);
 pub struct NotADevice(String);
 
 impl DeviceId {
-    /// The UUID.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -98,7 +97,6 @@ impl Files {
         self.folder.join("record.json")
     }
 
-    /// The daemon's sockets.
     #[must_use]
     pub fn pipes(&self) -> PathBuf {
         self.folder.join("pipe")

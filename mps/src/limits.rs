@@ -33,19 +33,13 @@ pub enum LimitError {
     Memory,
     /// The daemon answers something else than what was set.
     #[error("the MPS control daemon was asked for {asked:?} and answers {found:?} when asked back")]
-    NotSet {
-        /// The command.
-        asked: String,
-        found: String,
-    },
+    NotSet { asked: String, found: String },
 }
 
 /// A command that sets a limit, and the question whose answer proves it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setting {
-    /// The command.
     pub set: String,
-    /// The question.
     pub get: String,
     expected: Expected,
 }

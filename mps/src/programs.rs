@@ -34,12 +34,7 @@ pub enum ProgramsError {
         "the driver has no {missing} below {searched}: install it (Debian: nvidia-cuda-mps, Ubuntu: nvidia-compute-utils, \
          RHEL: nvidia-driver-cuda), or take the tier `concurrent` out of the SharingPolicy"
     )]
-    Missing {
-        /// Their names, joined.
-        missing: String,
-        /// The roots, joined.
-        searched: String,
-    },
+    Missing { missing: String, searched: String },
 }
 
 /// Searches the given root of the host, or else the usual ones.

@@ -30,18 +30,13 @@ pub struct Request {
 #[serde(tag = "command", rename_all = "camelCase")]
 pub enum Command {
     /// Ensure that a daemon serves the device with these limits and answers. It may be repeated.
-    Ensure {
-        device: DeviceId,
-        /// The daemon's defaults.
-        limits: Limits,
-    },
+    Ensure { device: DeviceId, limits: Limits },
     /// Ensure that no daemon of Tranche serves the device. It may be repeated.
     End { device: DeviceId },
     /// List the daemons and their state.
     List,
 }
 
-/// The supervisor's answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Answer {
@@ -60,7 +55,6 @@ pub struct Daemon {
     /// Its process, in the supervisor's PID namespace; absent while it is not running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pid: Option<u32>,
-    /// Its defaults.
     pub limits: Limits,
     /// Whether processes of different users may be its clients at a time.
     pub multi_user: bool,
@@ -72,7 +66,6 @@ pub struct Daemon {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Health {
-    /// It answers.
     Ready,
     /// It runs and does not answer. Its clients may work on; new ones wait.
     NotAnswering(String),

@@ -48,7 +48,6 @@ pub enum SupervisorError {
 pub struct Node {
     /// The folder of all files.
     pub folder: PathBuf,
-    /// The host's root.
     pub host: DriverRoot,
     /// The driver's root on the host, if it is given.
     pub driver_root: Option<PathBuf>,

@@ -29,7 +29,6 @@ pub fn ratio(part: u64, whole: u64) -> f64 {
 pub trait Placer {
     /// The GPU of a new share.
     fn start(&mut self, number: usize, size: u32) -> anyhow::Result<usize>;
-    /// A share ends.
     fn end(&mut self, number: usize, gpu: usize, size: u32) -> anyhow::Result<()>;
 }
 

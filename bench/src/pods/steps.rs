@@ -16,9 +16,7 @@ pub enum Step {
     Scheduler,
     /// The kubelet's own part of preparing claims: its reads and its checkpoint.
     Claim,
-    /// The driver's Prepare.
     Prepare,
-    /// The pod's sandbox.
     Sandbox,
     /// The runtime creates the container and applies CDI's edits.
     Create,

@@ -20,7 +20,6 @@ const VERSION: c_int = 12_000;
 const PTX: &CStr = c".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry sim_busy_0us()\n{\n\tret;\n}\n";
 const KERNEL: &CStr = c"sim_busy_0us";
 
-/// The driver's functions.
 #[derive(Debug)]
 pub struct Cuda {
     init: extern "C" fn(c_uint) -> Result,

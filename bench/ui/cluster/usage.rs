@@ -29,7 +29,6 @@ struct Load {
     idle_seconds: u64,
 }
 
-/// A node's object.
 pub fn of_node(cluster: &Cluster, node: usize) -> String {
     let second = cluster.began.elapsed().as_secs();
     let name = GpuPosition { node, gpu: 0 }.node_name();
@@ -53,7 +52,6 @@ pub fn of_node(cluster: &Cluster, node: usize) -> String {
     serde_json::to_string(&object).unwrap()
 }
 
-/// A claim's object.
 pub fn of_claim(cluster: &Cluster, tenant: &Tenant) -> String {
     let second = cluster.began.elapsed().as_secs();
     let mut share = share(tenant, second);

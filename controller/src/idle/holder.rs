@@ -10,7 +10,6 @@ use super::state::Activity;
 /// A claim that holds devices of a node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Holder {
-    /// The claim.
     pub claim: ClaimReference,
     /// Its devices on the node.
     pub devices: BTreeSet<Device>,
@@ -23,7 +22,6 @@ pub struct Holder {
 /// A device as in an allocation.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Device {
-    /// Its pool.
     pub pool: String,
     /// Its name in the pool.
     pub device: String,

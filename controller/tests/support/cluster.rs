@@ -18,7 +18,6 @@ use tranche_serving::Clock;
 
 use super::Api;
 
-/// The cluster.
 pub struct Cluster {
     pub api: Api,
     clock: Clock,
@@ -235,7 +234,6 @@ impl Cluster {
         slices
     }
 
-    /// Their names.
     pub fn names(&self, node: &str) -> Vec<String> {
         self.slices(node)
             .iter()
@@ -243,7 +241,6 @@ impl Cluster {
             .collect()
     }
 
-    /// Their devices' names.
     pub fn devices(&self, node: &str) -> Vec<String> {
         self.slices(node)
             .iter()

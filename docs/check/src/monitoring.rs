@@ -22,7 +22,6 @@ pub struct FileError {
 
 #[derive(Clone, Debug, Deserialize)]
 pub struct Alert {
-    /// Its name.
     pub alert: String,
     pub expr: String,
     /// The labels that it adds.

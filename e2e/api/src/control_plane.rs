@@ -14,7 +14,6 @@ use tokio::process::{Child, Command};
 use crate::process::{self, free_ports};
 use crate::programs;
 
-/// The administrator's token.
 const TOKEN: &str = "administrator";
 /// The interval between two requests whether the API server is ready, and the most requests.
 const ASKED: Duration = Duration::from_millis(100);
@@ -34,7 +33,6 @@ const CONTROLLERS: [&str; 10] = [
     "serviceaccount-controller",
 ];
 
-/// The running servers.
 #[derive(Clone, Debug)]
 pub(crate) struct ControlPlane(Arc<Parts>);
 

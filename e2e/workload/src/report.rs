@@ -6,7 +6,6 @@ use std::io::Write;
 use anyhow::Context;
 use serde::Serialize;
 
-/// The output format.
 #[derive(Clone, Copy, Debug)]
 pub struct Report {
     json: bool,

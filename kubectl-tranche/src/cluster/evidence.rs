@@ -14,7 +14,6 @@ use crate::evidence::{Evidence, Log};
 const LINES: i64 = 2000;
 /// The most bytes of each log.
 const BYTES: i64 = 2 << 20;
-/// The most events.
 const EVENTS: u32 = 2000;
 
 impl Cluster {

@@ -149,7 +149,6 @@ impl Cluster {
         })
     }
 
-    /// The chart's pods.
     async fn chart_pods(&self) -> Served<Vec<Pod>> {
         let pods = Api::<Pod>::namespaced(self.client(), &self.system);
         let listed = pods

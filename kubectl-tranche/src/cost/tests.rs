@@ -143,7 +143,6 @@ fn a_product_without_a_price_is_named_and_left_out() {
     assert!(shown(&answer).contains("nobody set a price: Nobody's GPU"));
 }
 
-/// The published example.
 #[test]
 fn the_calculator_reproduces_the_example() {
     let comparison = compare(Calculator {

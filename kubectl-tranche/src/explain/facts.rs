@@ -67,7 +67,6 @@ pub struct Facts {
     pub classes: Vec<DeviceClass>,
     /// The nodes; without labels and taints if they could not be read.
     pub nodes: Vec<Node>,
-    /// The namespace's quotas.
     pub quotas: Vec<ResourceQuota>,
     /// What could not be read, a line each.
     pub gaps: Vec<String>,
@@ -133,7 +132,6 @@ pub(super) fn sources(pod: &Pod) -> Vec<(&str, Source<'_>)> {
 }
 
 impl Facts {
-    /// The pod's claims.
     pub(super) fn sources(&self) -> Vec<(&str, Source<'_>)> {
         self.pod.as_ref().map(self::sources).unwrap_or_default()
     }

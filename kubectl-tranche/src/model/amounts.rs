@@ -9,7 +9,6 @@ use super::{Gpu, Room};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Amounts {
-    /// All memory, bytes.
     pub memory: u64,
     /// The part that claims have, bytes. A whole GPU, or one in a tier without sizes, counts in full.
     pub allocated_memory: u64,

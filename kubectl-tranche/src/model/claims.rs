@@ -48,11 +48,9 @@ pub struct Claim {
     pub namespace: String,
     pub name: String,
     pub uid: String,
-    /// Its progress.
     pub state: State,
     /// The pods for which it is reserved.
     pub pods: Vec<String>,
-    /// Its requests.
     pub wants: Vec<Want>,
     /// Its devices of ours.
     pub devices: Vec<ClaimDevice>,
@@ -64,7 +62,6 @@ pub struct Claim {
 pub struct Want {
     /// `main`, or `main/sub` for an alternative.
     pub request: String,
-    /// The DeviceClass.
     pub class: String,
     /// How many devices; `None` for all that there are.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -96,10 +93,8 @@ pub struct ClaimDevice {
     /// The GPU's PCI address, where it is known.
     #[serde(rename = "pciBusID", skip_serializing_if = "Option::is_none")]
     pub pci_bus_id: Option<String>,
-    /// A partition's profile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profile: Option<String>,
-    /// The share's UUID.
     #[serde(rename = "shareID", skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
     /// Bytes: the limit of a share, or the memory of a device that is allocated as a whole.

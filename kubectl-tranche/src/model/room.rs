@@ -26,7 +26,6 @@ pub enum Room {
     Places {
         /// Places that are free.
         free: u64,
-        /// All places.
         whole: u64,
     },
     /// Shares with sizes.

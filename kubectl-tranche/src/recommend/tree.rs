@@ -7,9 +7,7 @@ use std::fmt::Write as _;
 pub struct Question {
     /// Its name on the command line.
     pub name: &'static str,
-    /// The question.
     pub text: &'static str,
-    /// Its answers.
     pub choices: &'static [Choice],
 }
 
@@ -28,14 +26,11 @@ pub struct Choice {
 pub enum Next {
     /// Another question.
     Ask(&'static Question),
-    /// A recommendation.
     Leaf(&'static Leaf),
 }
 
-/// A recommendation.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Leaf {
-    /// The DeviceClass.
     pub class: &'static str,
     pub why: &'static str,
     /// What to know before.
@@ -268,7 +263,6 @@ static MACHINE: Question = Question {
     ],
 };
 
-/// The first question.
 pub const START: Next = Next::Ask(&MACHINE);
 
 /// All questions, in the order in which they are asked.

@@ -26,9 +26,7 @@ impl std::fmt::Debug for Guard {
 /// The parts of a request that decide whether it is answered.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Visitor<'a> {
-    /// The Host header.
     pub host: Option<&'a str>,
-    /// The Cookie header.
     pub cookie: Option<&'a str>,
     /// The query of the URL.
     pub query: Option<&'a str>,

@@ -60,7 +60,6 @@ impl Records {
         });
     }
 
-    /// A record's text.
     #[cfg(test)]
     #[must_use]
     pub fn get(&self, key: &str) -> Option<&str> {

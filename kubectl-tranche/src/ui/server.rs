@@ -34,7 +34,6 @@ struct Served {
     published: watch::Receiver<Published>,
 }
 
-/// The page.
 pub(super) fn router(guard: Guard, published: watch::Receiver<Published>) -> Router {
     let served = Served {
         guard: Arc::new(guard),

@@ -43,7 +43,6 @@ pub enum Change {
 /// An object that a watch reports.
 #[derive(Debug)]
 pub enum Object {
-    /// A node's GPUs.
     GpuNode(Box<GpuNode>),
     /// Devices of ours.
     Slice(Box<ResourceSlice>),
@@ -84,7 +83,6 @@ pub struct Dirty {
     pub read: Read,
 }
 
-/// All objects.
 #[derive(Debug, Default)]
 pub struct Store {
     kept: BTreeMap<Resource, ResourceObjects>,

@@ -90,7 +90,6 @@ pub(super) fn class(full: &DeviceClass) -> DeviceClass {
     class
 }
 
-/// The containers' requests.
 fn asking(containers: &[Container]) -> Vec<Container> {
     let containers = containers.iter();
     containers

@@ -38,7 +38,6 @@ use waiting::PodView;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Note {
-    /// The line.
     pub text: String,
     /// Whether the page can show nothing true without it.
     pub is_obstacle: bool,

@@ -6,10 +6,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use tranche_api::usage::Peak;
 
-/// A node's usage.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub struct NodeReading {
-    /// Its name.
     pub metadata: ObjectMeta,
     /// Absent if the node does not answer.
     pub gpus: Option<Vec<GpuReading>>,
@@ -17,7 +15,6 @@ pub struct NodeReading {
     pub problem: Option<String>,
 }
 
-/// A claim's usage.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 pub struct ClaimReading {
     /// Its namespace and name.
@@ -40,14 +37,12 @@ pub struct GpuReading {
     /// The claims' parts of the GPU itself.
     #[serde(default)]
     shares: Vec<ShareReading>,
-    /// Its MIG instances.
     #[serde(default)]
     partitions: Vec<PartitionReading>,
     /// Why NVML does not report it.
     pub problem: Option<String>,
 }
 
-/// A MIG instance.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 struct PartitionReading {
     #[serde(default)]

@@ -17,7 +17,6 @@ const USUAL_CONFIG: usize = 64 << 10;
 pub struct Container {
     /// Its root on the host.
     pub root: PathBuf,
-    /// Its first process.
     pub process: Process,
 }
 
@@ -32,24 +31,16 @@ pub enum ContainerError {
     State(#[source] serde_json::Error),
     /// The configuration cannot be read.
     #[error("cannot read {path}: {source}")]
-    Read {
-        /// The configuration.
-        path: PathBuf,
-        /// Why not.
-        source: io::Error,
-    },
+    Read { path: PathBuf, source: io::Error },
     /// The configuration is invalid.
     #[error("{path} is not an OCI configuration: {source}")]
     Config {
-        /// The configuration.
         path: PathBuf,
-        /// Why not.
         source: serde_json::Error,
     },
     /// The root would be the host's.
     #[error("{path}: root.path is {root:?}, which is not the root of a container")]
     NoRoot {
-        /// The configuration.
         path: PathBuf,
         /// What is there.
         root: PathBuf,

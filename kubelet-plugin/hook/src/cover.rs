@@ -31,7 +31,6 @@ pub struct StandIn {
 /// What to cover with what.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cover {
-    /// The shim's libraries.
     pub shims: Vec<StandIn>,
     /// The node's libraries that its libcuda loads. If the node's libcuda is used, an image's own
     /// libraries of the same names are covered too, because they belong to another version.
@@ -42,7 +41,6 @@ pub struct Cover {
     pub node: Option<DriverVersion>,
 }
 
-/// The result.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Covered {
     /// The files that are covered now, from the root.
@@ -54,7 +52,6 @@ pub struct Covered {
 /// Why the container must not start.
 #[derive(Debug, thiserror::Error)]
 pub enum CoverError {
-    /// The search.
     #[error(transparent)]
     Search(#[from] SearchError),
     /// A step in the root.
@@ -65,45 +62,31 @@ pub enum CoverError {
         "{path} is not mounted read-only in the container: its runtime must make the mounts of the CDI \
          spec before it runs createContainer hooks, in the container's mount namespace (runc and crun do)"
     )]
-    NotMounted {
-        /// From the root.
-        path: PathBuf,
-    },
+    NotMounted { path: PathBuf },
     /// A mount on it would be visible outside of the container.
     #[error(
         "{path} is the image's own copy of a library of NVIDIA's driver and must be covered, but it is on a \
          volume whose mounts the host shares (mountPropagation: Bidirectional): remove that, or the folder from \
          LD_LIBRARY_PATH"
     )]
-    Shared {
-        /// From the root.
-        path: PathBuf,
-    },
-    /// The mount failed.
+    Shared { path: PathBuf },
     #[error(
         "{path} is the image's own copy of a library of NVIDIA's driver, with which the container's share \
          would have no limit, and it cannot be covered: {source}"
     )]
     Mount {
-        /// From the root.
         path: PathBuf,
-        /// Why not.
         source: rustix::io::Errno,
     },
     /// The path does not show the mounted file.
     #[error(
         "{path} was covered and shows another file: something changes it while the container starts"
     )]
-    Changed {
-        /// From the root.
-        path: PathBuf,
-    },
+    Changed { path: PathBuf },
     /// The mounts of this process cannot be read.
     #[error("cannot read {path}: {source}")]
     Proc {
-        /// The file.
         path: String,
-        /// Why not.
         source: std::io::Error,
     },
 }

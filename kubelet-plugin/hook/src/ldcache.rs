@@ -30,25 +30,19 @@ const INCLUDE: &[u8] = b"include /etc/ld.so.conf.d/*.conf\n";
 /// Why the cache could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum LdcacheError {
-    /// The configuration.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
     /// The program could not be started.
     #[error("cannot run {path}: {source}: restart the node's plugin pod to install it again")]
     Run {
-        /// The program.
         path: PathBuf,
-        /// Why not.
         source: std::io::Error,
     },
-    /// The program failed.
     #[error("{path} failed in the container's root ({status}): {stderr}")]
     Failed {
-        /// The program.
         path: PathBuf,
         /// How it ended.
         status: std::process::ExitStatus,
-        /// Its output.
         stderr: String,
     },
 }

@@ -14,7 +14,6 @@ use crate::rootfs::{FoundFile, Rootfs, RootfsError};
 /// The first process of a container.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Process {
-    /// Its working folder.
     pub cwd: PathBuf,
     /// `NAME=value`.
     pub env: Vec<String>,
@@ -25,7 +24,6 @@ pub struct Process {
 pub struct Library {
     /// The prefix of its name that was searched: `libcuda.so`.
     pub stem: String,
-    /// The file.
     pub file: FoundFile,
 }
 
@@ -45,7 +43,6 @@ pub enum SearchError {
         folder: PathBuf,
         /// What there are too many of.
         what: &'static str,
-        /// The limit.
         limit: usize,
     },
 }

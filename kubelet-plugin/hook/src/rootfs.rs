@@ -12,11 +12,8 @@ use rustix::io::Errno;
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action} {path} in the container's root: {source}")]
 pub struct RootfsError {
-    /// The failed action.
     pub action: &'static str,
-    /// From the root.
     pub path: PathBuf,
-    /// Why not.
     #[source]
     pub source: Errno,
 }
@@ -40,7 +37,6 @@ pub struct FoundFile {
     pub identity: (u64, u64),
 }
 
-/// An open root.
 #[derive(Debug)]
 pub struct Rootfs {
     path: PathBuf,

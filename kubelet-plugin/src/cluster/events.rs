@@ -19,7 +19,6 @@ const LONGEST_NOTE: usize = 1024;
 /// within minutes would be merged with the first one and keep its note.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bypass {
-    /// It was detected.
     Noticed,
     /// It was ended because of the policy.
     Ended,

@@ -24,11 +24,7 @@ pub enum RecordError {
     Unreadable { path: PathBuf, source: JournalError },
     /// The content belongs to another GPU.
     #[error("record {path} is of GPU {gpu}: the file was renamed or copied; delete it")]
-    Misnamed {
-        path: PathBuf,
-        /// That GPU's UUID.
-        gpu: String,
-    },
+    Misnamed { path: PathBuf, gpu: String },
 }
 
 /// The folder of records.

@@ -31,7 +31,6 @@ pub enum StoreError {
     #[error("journal {path} records claim {uid}: the file was renamed or copied; delete it")]
     Misnamed {
         path: PathBuf,
-        /// That claim's UID.
         uid: String,
         /// What the claim of the file's name may hold.
         may_hold: MayHold,
@@ -111,7 +110,6 @@ pub struct Journal {
 /// The content of the folder at the start.
 #[derive(Debug, Default)]
 pub struct Loaded {
-    /// The readable ones.
     pub records: Vec<Record>,
     /// The others: the claim UID from the file name, and the error.
     pub refused: Vec<(String, StoreError)>,

@@ -473,7 +473,6 @@ fn new_folder() -> PathBuf {
     folder
 }
 
-/// The probe's executable.
 #[must_use]
 pub fn probe_path() -> PathBuf {
     // Cargo puts programs into its target folder, and tests into CARGO_BUILD_BUILD_DIR.

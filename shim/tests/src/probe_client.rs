@@ -14,9 +14,7 @@ pub struct Probe {
 /// What the driver answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// Its result code.
     pub code: i64,
-    /// The other values.
     pub values: Vec<String>,
 }
 
@@ -94,7 +92,6 @@ impl Probe {
         self.must("words 0 1").number(0)
     }
 
-    /// Its PID.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()

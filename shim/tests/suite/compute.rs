@@ -310,7 +310,6 @@ fn a_program_after_another_gets_the_share() {
     });
 }
 
-/// The node's sampler.
 fn sample_until(node: &Node, folders: &[PathBuf], is_over: impl Fn() -> bool) {
     let driver = InstalledDriver::new(Path::new("/"), Some(node.root()));
     let mut utilization = NvmlUtilization::new(Box::new(driver));

@@ -12,7 +12,6 @@ use crate::driver::{self, driver};
 
 /// A host function of `cuLaunchHostFunc`.
 pub type HostFunction = unsafe extern "C" fn(*mut c_void);
-/// A job.
 pub type Work = Box<dyn FnOnce() + Send>;
 
 struct Job {

@@ -14,7 +14,6 @@ pub struct Image {
     pub names: Names,
     /// Sizes of global variables by name, in bytes.
     pub globals: BTreeMap<String, u64>,
-    /// The image's length.
     pub bytes: u64,
 }
 
@@ -75,7 +74,6 @@ fn ptx_globals(text: &str) -> BTreeMap<String, u64> {
 
 /// The section table of an ELF file.
 struct Sections {
-    /// Its offset.
     table: u64,
     /// Bytes of an entry.
     entry: u16,

@@ -80,7 +80,6 @@ impl<T: Kind> Object<T> {
         }))
     }
 
-    /// The object's handle.
     pub fn handle(&self) -> Handle {
         std::ptr::from_ref(self).cast_mut().cast()
     }

@@ -141,7 +141,6 @@ impl Stream {
         self.capturing.load(Ordering::Acquire)
     }
 
-    /// The stream's capture.
     pub fn capture(&self) -> MutexGuard<'_, Option<Capture>> {
         self.capture.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -51,7 +51,6 @@ const PINNED: u32 = 1;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
 pub const FILE_DESCRIPTOR: u32 = 1;
 
-/// A physical allocation.
 pub struct Physical {
     pub file: OwnedFd,
     pub bytes: u64,

@@ -31,9 +31,7 @@ pub enum AttachError {
     /// No daemon listens.
     #[error("{path}: {source}; nvidia-sim-persistenced does not run or its socket is not mounted")]
     NoDaemon {
-        /// The socket.
         path: PathBuf,
-        /// The system's error.
         source: std::io::Error,
     },
     /// The connection to the daemon failed.
@@ -42,7 +40,6 @@ pub enum AttachError {
     /// The daemon is of another version of the simulator.
     #[error("nvidia-sim-persistenced speaks another version; install both from one build")]
     Mismatch,
-    /// The daemon refuses.
     #[error("nvidia-sim-persistenced refuses: {0:?}")]
     Refused(Reply),
 }
@@ -122,7 +119,6 @@ impl Attachment {
         })
     }
 
-    /// The page.
     #[must_use]
     pub fn shared(&self) -> &'static Shared {
         self.shared

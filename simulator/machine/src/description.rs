@@ -21,15 +21,12 @@ pub enum DescriptionError {
     /// The file cannot be read.
     #[error("machine file {path}: {source}")]
     Read {
-        /// The file.
         path: String,
-        /// The system's error.
         source: std::io::Error,
     },
     /// The file is not valid TOML, or has fields that do not exist.
     #[error("machine file {path}: {message}")]
     Parse {
-        /// The file.
         path: String,
         /// Line, field and reason.
         message: String,
@@ -37,11 +34,8 @@ pub enum DescriptionError {
     /// A value is out of its range.
     #[error("machine file {path}: {field}: {reason}")]
     Value {
-        /// The file.
         path: String,
-        /// The field's path.
         field: String,
-        /// The valid values.
         reason: String,
     },
 }

@@ -54,7 +54,6 @@ pub struct Header {
     pub abi: u32,
     /// The number of [`Shared::gpus`] that exist.
     pub gpu_count: u32,
-    /// The driver's version.
     pub driver_version: Text<32>,
     /// The driver's CUDA version, 1000 × major + 10 × minor.
     pub cuda_version: u32,
@@ -147,7 +146,6 @@ impl NvLinkCounter {
 pub struct GpuState {
     /// Product name.
     pub name: Text<64>,
-    /// The UUID's bytes.
     pub uuid: [u8; 16],
     /// Board serial number.
     pub serial: Text<32>,
@@ -299,7 +297,6 @@ pub struct Event {
     pub data: AtomicU64,
 }
 
-/// The whole page.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Shared {

@@ -66,7 +66,6 @@ impl DriverRoot {
         }
     }
 
-    /// The directory.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.0
@@ -84,7 +83,6 @@ impl DriverRoot {
         })
     }
 
-    /// The daemon's socket.
     #[must_use]
     pub fn socket(&self) -> PathBuf {
         self.0.join(SOCKET)

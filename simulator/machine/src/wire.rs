@@ -25,7 +25,6 @@ pub enum Request {
         gpu: u32,
         /// The setting to change.
         setting: Setting,
-        /// Its new value.
         value: u32,
     },
     /// Publish an event of a GPU. For root.
@@ -34,7 +33,6 @@ pub enum Request {
         gpu: u32,
         /// `nvmlEventType*` bits.
         kind: u32,
-        /// The Xid.
         data: u32,
     },
     /// Add to a counter of a GPU's NVLinks. For root.
@@ -122,7 +120,6 @@ impl Setting {
     }
 }
 
-/// The daemon's answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reply {
     /// The request was carried out.

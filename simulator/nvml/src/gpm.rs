@@ -19,7 +19,6 @@ use crate::state::{Device, device, library};
 /// `NVML_GPM_METRIC_MAX` of driver 535.
 const MOST_METRICS: u32 = 98;
 
-/// A sample.
 #[derive(Clone, Copy)]
 struct Content {
     gpu: usize,

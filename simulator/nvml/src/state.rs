@@ -14,7 +14,6 @@ use crate::code::Code;
 use crate::export::{export, put};
 use crate::handles::{Kind, Target, handle_of, target_of};
 
-/// An initialised library.
 #[derive(Debug, Clone)]
 pub struct Library {
     pub root: DriverRoot,
@@ -39,7 +38,6 @@ static USERS: Mutex<u32> = Mutex::new(0);
 /// Handles are addresses in this array. Its values have no meaning.
 static HANDLES: [u64; MAX_GPUS] = [0; MAX_GPUS];
 
-/// The initialised library.
 pub fn library() -> Result<Library, Code> {
     let library = LIBRARY.read().unwrap_or_else(PoisonError::into_inner);
     library.clone().ok_or(Code::UNINITIALIZED)

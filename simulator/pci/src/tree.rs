@@ -14,14 +14,12 @@ const REMOVAL_PAUSE: Duration = Duration::from_millis(50);
 
 const DRIVERS: [&str; 4] = ["nvidia", "pcieport", "snd_hda_intel", "vfio-pci"];
 
-/// A PCI function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Function {
     /// Its address, as sysfs writes it: `0000:1b:00.0`.
     pub address: String,
     /// The vendor's id, such as 0x10de for NVIDIA.
     pub vendor: u16,
-    /// The device's id.
     pub device: u16,
     /// The class, 24 bits: 0x030200 is a GPU without a display, 0x040300 its audio function.
     pub class: u32,
@@ -140,7 +138,6 @@ impl Tree {
         }
     }
 
-    /// The root folder.
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root

@@ -136,7 +136,6 @@ fn part(image: &[u8], at: usize, bytes: usize) -> anyhow::Result<&[u8]> {
     image.get(at..end).context("the file is truncated")
 }
 
-/// A little-endian number.
 fn number(image: &[u8], at: Range<usize>) -> anyhow::Result<usize> {
     let mut bytes = [0; 8];
     let found = image.get(at).context("the file is truncated")?;

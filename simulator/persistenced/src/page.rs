@@ -17,7 +17,6 @@ use tranche_simulator_machine::{Description, DriverRoot, identity};
 /// The opened state, with the lock that keeps a second daemon away.
 #[derive(Debug)]
 pub struct Page {
-    /// The state.
     pub shared: &'static Shared,
     /// The file for processes that write.
     pub writable: File,

@@ -12,7 +12,6 @@ pub const PERIOD: Duration = Duration::from_millis(100);
 /// The number of samples over which a GPU's utilization is the mean: one second.
 const WINDOW: usize = 10;
 
-/// The last samples.
 #[derive(Debug, Default)]
 pub struct Sampler {
     /// Per sample: its time, and the nanoseconds that each GPU had run by then.

@@ -19,11 +19,9 @@ pub static LEADER: Mutex<()> = Mutex::const_new(());
 /// A device that a claim has.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Allocated {
-    /// Its tier.
     pub tier: String,
     /// The profile of a partition, or a share's memory.
     pub size: Option<String>,
-    /// Its GPU.
     pub uuid: String,
 }
 

@@ -32,7 +32,6 @@ use comparison::compare;
 enum Event {
     /// A pod is created.
     Pod(Pod),
-    /// A pod ends.
     End(prop::sample::Index),
     /// The drivers publish other slices.
     Publish(Vec<Value>),

@@ -154,7 +154,6 @@ struct Device {
     binds: bool,
 }
 
-/// A request policy.
 #[derive(Clone, Copy, Debug)]
 enum Policy {
     None,

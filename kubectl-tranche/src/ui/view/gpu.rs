@@ -20,7 +20,6 @@ const LENGTH: u64 = 1000;
 pub struct NodeView {
     /// The GPU driver's version.
     pub driver: Option<String>,
-    /// The plugin's version.
     pub plugin: Option<String>,
     /// What is wrong with it.
     pub problems: Vec<String>,
@@ -35,7 +34,6 @@ pub struct GpuView {
     /// Its number, or the beginning of its UUID.
     pub name: String,
     pub product: String,
-    /// The PCI address.
     pub pci: String,
     /// All of its memory.
     pub memory: String,
@@ -78,7 +76,6 @@ pub struct Segment {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TenantView {
-    /// The claim's namespace.
     pub namespace: String,
     pub claim: String,
     /// The key of its use in the record `use/NODE`.

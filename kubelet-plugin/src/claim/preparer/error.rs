@@ -75,7 +75,6 @@ pub enum Problem {
          `nvidia-modprobe -u -c=0` to make it"
     )]
     NoDeviceNode {
-        /// From the root.
         node: String,
         /// As the host sees it.
         root: PathBuf,
@@ -112,7 +111,6 @@ pub enum Problem {
     /// Its pods are gone, and it cannot be found out whether its containers have ended.
     #[error("it is kept because it is not known whether its containers have ended: {0}")]
     UsersUnknown(String),
-    /// An inverse failed.
     #[error("cannot release it: {0}")]
     Undo(#[from] UndoError),
     /// It took too long.

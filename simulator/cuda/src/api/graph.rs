@@ -31,7 +31,6 @@ pub struct KernelParameters {
     extra: *mut *mut c_void,
 }
 
-/// The second version.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct KernelParameters2 {

@@ -68,7 +68,6 @@ impl Capability {
         if self == Self::Config { 0o400 } else { 0o444 }
     }
 
-    /// The file's content.
     #[must_use]
     pub fn content(self) -> String {
         format!(

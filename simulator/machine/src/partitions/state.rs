@@ -33,7 +33,6 @@ pub struct ComputeInstanceView {
     pub profile: ComputeProfile,
     /// The first of its compute slices.
     pub start: u32,
-    /// The UUID's bytes.
     pub uuid: [u8; 16],
 }
 
