@@ -71,8 +71,8 @@ demo-down: cluster-down ## removes every trace of the demo
 
 test: export WORKERS ?= 2
 test: ## what CI runs: the checks, the tests without a node, and the core of the e2e suite
-	@$(PARALLEL) unit-parts cluster-parts
-	$(MAKE) checks unit api
+	@$(PARALLEL) unit-parts cluster-parts checks
+	$(MAKE) unit api
 	$(MAKE) e2e-core
 
 nightly: export TRANCHE_STORIES = 10
