@@ -103,7 +103,7 @@ fn a_wrong_share_config_that_got_in_shows_on_the_pod() -> anyhow::Result<()> {
 fn without_the_shim_no_capped_pod_starts() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("shim").await?;
-        let file = format!("{PLUGIN_DIR}/lib/3/libcuda.so.1");
+        let file = format!("{PLUGIN_DIR}/lib/1/libcuda.so.1");
         let back = case.node.hide(Path::new(&file)).await?;
         let (node, script) = (case.node.clone(), back.clone());
         case.afterwards(
