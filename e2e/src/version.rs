@@ -69,15 +69,29 @@ impl Version {
             "tranche",
             "--namespace",
             SYSTEM,
-            "--wait",
-            "--timeout",
-            "180s",
             "--set-string",
             &tag,
             "--values",
         ];
         let values = repository().join("e2e/kind/values.yaml");
-        run("helm", &upgrade, &[&values, &self.chart]).await
+        run("helm", &upgrade, &[&values, &self.chart]).await?;
+        for replaced in [
+            "deployment/tranche-controller",
+            "deployment/tranche-usage-api",
+            "daemonset/tranche-node-plugin",
+        ] {
+            let status = [
+                "--namespace",
+                SYSTEM,
+                "rollout",
+                "status",
+                "--timeout",
+                "180s",
+                replaced,
+            ];
+            run("kubectl", &status, &[]).await?;
+        }
+        Ok(())
     }
 }
 

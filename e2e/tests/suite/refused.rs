@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use k8s_openapi::api::admissionregistration::v1::ValidatingAdmissionPolicyBinding;
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use kube::api::{Api, DeleteParams, PostParams};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams};
 use serde_json::{Value, json};
 use tranche_e2e::namespace::{IDLE, Source};
 use tranche_e2e::node::PLUGIN_DIR;
@@ -45,9 +45,15 @@ async fn without_admission(case: &Case) -> anyhow::Result<()> {
     bindings.delete(name, &DeleteParams::default()).await?;
     binding.metadata.resource_version = None;
     binding.metadata.uid = None;
+    // Created again by whom the chart's upgrades know as its owner.
+    let managed = binding.metadata.managed_fields.take().unwrap_or_default();
+    let owner = managed.into_iter().find_map(|entry| entry.manager);
+    let owner = PatchParams::apply(&owner.context("the policy's field manager")?);
     let claims: Api<ResourceClaim> = Api::namespaced(case.client.clone(), "default");
     case.afterwards("the admission policy", async move {
-        bindings.create(&PostParams::default(), &binding).await?;
+        bindings
+            .patch(name, &owner, &Patch::Apply(&binding))
+            .await?;
         refuses_again(&claims).await
     });
     Ok(())

@@ -38,19 +38,19 @@ impl Fault {
         let gpu = Gpu::open(self.device)?;
         let uuid = gpu.uuid()?;
         let kernel = kernel::Kernel::faulty(&gpu)?;
-        kernel.launch()?;
-        let mark = kernel.mark()?;
         let outcome = |result: anyhow::Result<()>| match result {
             Ok(()) => "CUDA_SUCCESS".to_owned(),
             Err(error) => format!("{:#}", error.root_cause()),
         };
+        // The driver may report the fault in any call after the launch.
+        let waited = kernel
+            .launch()
+            .and_then(|_| kernel.mark())
+            .and_then(|mark| kernel::pass(&mark));
         report.print(&Faulted {
             device: gpu.ordinal(),
             uuid,
-            errors: [
-                outcome(kernel::pass(&mark)),
-                outcome(gpu.memory().map(drop)),
-            ],
+            errors: [outcome(waited), outcome(gpu.memory().map(drop))],
         })
     }
 }
