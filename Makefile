@@ -75,7 +75,7 @@ test: ## what CI runs: the checks, the tests without a node, and the core of the
 	$(MAKE) unit api
 	$(MAKE) e2e-core
 
-nightly: export TRANCHE_STORIES = 10
+nightly: export TRANCHE_STORIES = 20
 nightly: ## what takes longer: more random states for kube-scheduler's allocator, and the account under loom, Miri and Kani
 	driver/allocator-oracle/build
 	cargo test -p tranche-allocator-oracle -p tranche-scheduler-rules

@@ -57,17 +57,17 @@ fn tell(stories: u32, gpus: usize, longest: usize) {
 
 #[test]
 fn one_gpu_is_allocated_as_promised() {
-    tell(1500, 1, 22);
+    tell(750, 1, 22);
 }
 
 #[test]
 fn two_gpus_are_allocated_as_promised() {
-    tell(1300, 2, 20);
+    tell(650, 2, 20);
 }
 
 #[test]
 fn eight_gpus_are_allocated_as_promised() {
-    tell(500, 8, 44);
+    tell(250, 8, 44);
 }
 
 fn share(gib: u64) -> Event {

@@ -307,7 +307,7 @@ fn every_model_allocates_exactly_what_mig_can_create() {
         let published = scheduler.borrow_mut().publish("node-a", &slices(model));
         published.unwrap();
         let config = Config {
-            cases: 100 * tranche_allocator_oracle::stories_factor(),
+            cases: 50 * tranche_allocator_oracle::stories_factor(),
             ..Config::with_source_file(file!())
         };
         let events = prop::collection::vec(any_event(), 1..30);

@@ -207,7 +207,7 @@ fn story_of_any_driver() -> impl Strategy<Value = Story> {
 
 #[test]
 fn the_rules_allocate_as_the_scheduler_does() {
-    let stories = 500 * tranche_allocator_oracle::stories_factor();
+    let stories = 250 * tranche_allocator_oracle::stories_factor();
     let count = run(stories, &classes(), story_of_any_driver(), |_| {}, 2_000)
         .unwrap_or_else(|failure| panic!("{failure}"));
     println!("{stories} stories: {count:?}");
@@ -219,7 +219,7 @@ fn the_rules_allocate_as_the_scheduler_does() {
 
 #[test]
 fn the_rules_allocate_as_the_scheduler_does_on_slices_of_ours() {
-    let stories = 150 * tranche_allocator_oracle::stories_factor();
+    let stories = 75 * tranche_allocator_oracle::stories_factor();
     let story = any_story(ours::any_slices, ours::any_pod(), 20);
     let count = run(stories, &ours::classes(), story, |_| {}, 500)
         .unwrap_or_else(|failure| panic!("{failure}"));
