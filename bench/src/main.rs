@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Measurements of a cluster run on a GPU node, beside the plugin; `bench/run` starts them there.
-#![deny(unsafe_code)]
+#![forbid(unsafe_code)]
 
 mod claims;
 mod cluster;
@@ -54,13 +54,8 @@ enum What {
     Slices(slices::Args),
     /// The cost of a scrape of the plugin's metrics, with every GPU full of shares
     Scrape(scrape::Args),
-    /// The cost of the shim, compared with the bare driver; on a machine with a driver at /, as
-    /// root
+    /// The cost of the shim, compared with the bare driver, on the simulated machine of the shim's tests, as root
     Shim(shim::Args),
-    #[command(hide = true)]
-    ShimWorld(shim::WorldArgs),
-    #[command(hide = true)]
-    ShimProbe(shim::ProbeArgs),
     /// Memory of plugin and controller
     Memory,
     /// Sizes of the built files
@@ -85,9 +80,6 @@ fn main() -> anyhow::Result<ExitCode> {
         What::Slices(args) => on_cluster(&node, async |c| slices::run(args, c).await)?,
         What::Scrape(args) => on_cluster(&node, async |c| scrape::run(args, c).await)?,
         What::Shim(args) => shim::run(args)?,
-        // Child processes of the measurement above, which reads their output.
-        What::ShimWorld(args) => return shim::world(args).map(|()| ExitCode::SUCCESS),
-        What::ShimProbe(args) => return shim::probe(args).map(|()| ExitCode::SUCCESS),
         What::Memory => sizes::in_memory()?,
         What::Sizes(args) => sizes::on_disk(args)?,
         What::Packing(args) => packing::run(*args)?,

@@ -10,6 +10,7 @@
     reason = "a test that cannot be set up fails"
 )]
 
+pub mod gpu_time;
 mod mount;
 mod node;
 mod probe_client;
@@ -38,6 +39,8 @@ use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, la
 
 /// Where a container's shares lie.
 pub const SHARES: &str = tranche_shim_core::paths::SHARES;
+/// The driver behind the shim: what loads it by this path has no shim before it.
+pub const DRIVER: &str = "/usr/lib/tranche/driver/libcuda.so.1";
 const CLAIM: &str = "5f0c2b9e-0000-4000-8000-000000000001";
 const OURS: &str = "/usr/lib/tranche";
 const PRELOAD: &str = "/etc/ld.so.preload";
@@ -473,13 +476,19 @@ fn new_folder() -> PathBuf {
     folder
 }
 
+/// The probe's executable, of this program's profile.
 #[must_use]
 pub fn probe_path() -> PathBuf {
     // Cargo puts programs into its target folder, and tests into CARGO_BUILD_BUILD_DIR.
     let target = std::env::var_os("CARGO_TARGET_DIR").map(PathBuf::from);
     let target =
         target.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target"));
-    target.join("debug/tranche-shim-probe")
+    let profile = if cfg!(debug_assertions) {
+        "debug"
+    } else {
+        "release"
+    };
+    target.join(profile).join("tranche-shim-probe")
 }
 
 impl Drop for World {

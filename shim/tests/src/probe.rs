@@ -220,10 +220,13 @@ fn answer_to(cuda: &Cuda, words: &[&str]) -> String {
             format!("{sum} {passed} {float}")
         }
         "steer" => format!("{}", steer(cuda, words[1], number(2))),
-        "time" => time(cuda, words[1], number(2)),
-        "cost" => {
+        "cost" | "cpu-cost" => {
             let kernel = kernel(cuda, "sim_busy_0us");
-            probe_cost::cost(|name| cuda.find(name), kernel, number(1))
+            let (clock, refused) = match words[0] {
+                "cost" => (libc::CLOCK_MONOTONIC, probe_cost::TOO_MUCH),
+                _ => (libc::CLOCK_THREAD_CPUTIME_ID, number(2)),
+            };
+            probe_cost::cost(|name| cuda.find(name), kernel, number(1), clock, refused)
         }
         "instructions" => instructions(cuda, words[1], number(2)),
         "repeat" => {
@@ -583,23 +586,6 @@ fn captured(cuda: &Cuda, kernel: u64, stream: u64) -> u64 {
     executable
 }
 
-/// Times one call, or a pair: `time WHAT LIVE`, with so many allocations live. Answers with the tenth
-/// lowest of 200 rounds of 1,000, in picoseconds per call: the time without interference.
-fn time(cuda: &Cuda, what: &str, live: u64) -> String {
-    let mut once = call_of(cuda, what, live);
-    let mut rounds: Vec<u128> = (0..200)
-        .map(|_| {
-            let start = std::time::Instant::now();
-            for _ in 0..1000 {
-                std::hint::black_box(once());
-            }
-            start.elapsed().as_nanos()
-        })
-        .collect();
-    rounds.sort_unstable();
-    format!("0 {}", rounds[10])
-}
-
 /// Makes the same call several times while instructions are counted, after some uncounted calls, except for the
 /// first look-up.
 fn instructions(cuda: &Cuda, what: &str, live: u64) -> String {
@@ -625,7 +611,7 @@ fn counted_calls(once: &mut dyn FnMut() -> u32) {
 /// Calls that are counted; each takes the same number of instructions, except for the first look-up.
 const CALLS: u32 = 4;
 
-/// The call that is timed or counted.
+/// The call that is counted.
 #[derive(Clone, Copy)]
 enum Measured {
     Pass,
@@ -648,12 +634,12 @@ impl Measured {
             "launch" => Self::Launch,
             // The first look-up must be in a process without an earlier one.
             "address" | "first-address" => Self::Address,
-            _ => panic!("{what}: not timed"),
+            _ => panic!("{what}: not counted"),
         }
     }
 }
 
-/// A call, or a pair, for `time` and `instructions`.
+/// A call, or a pair, for `instructions`.
 ///
 /// Names are compared here, not in each call: the C library takes eight more instructions to compare strings near the
 /// end of a page, and the address of a name changes with the environment.

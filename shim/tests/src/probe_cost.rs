@@ -1,18 +1,17 @@
-//! The time of calls of a real driver, in nanoseconds: `cost LIVE`.
+//! The time of calls of any driver, in nanoseconds: `cost LIVE` in wall time, `cpu-cost LIVE REFUSED` in CPU time of the
+//! thread, where an allocation of `REFUSED` bytes must be refused.
 //!
-//! Unlike `time`, which is for the tests' own drivers, it works with any driver: the kernel comes from PTX, launches
-//! never fill the driver's queue, and it takes no more memory than `LIVE` small blocks.
+//! The kernel comes from PTX, launches never fill the driver's queue, and it takes no more memory than `LIVE` small blocks.
 
 use std::ffi::c_void;
-use std::time::Instant;
 
 /// Calls in a round.
-const CALLS: u32 = 100;
+const CALLS: u32 = 200;
 const ROUNDS: usize = 30;
 /// Bytes of one allocation.
 const BLOCK: u64 = 4096;
 /// More than any GPU has: refused without a look at the driver's own books.
-const TOO_MUCH: u64 = 1 << 50;
+pub const TOO_MUCH: u64 = 1 << 50;
 
 type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
 type Free = unsafe extern "C" fn(u64) -> u32;
@@ -30,11 +29,18 @@ struct Calls {
     synchronize: Synchronize,
     ask: Ask,
     kernel: u64,
+    clock: libc::clockid_t,
 }
 
 /// Times each call, with `live` allocations live for one of them. Answers with pairs of a call's name and
-/// the median of its rounds, in nanoseconds of wall time.
-pub fn cost(find: impl Fn(&str) -> *mut c_void, kernel: u64, live: u64) -> String {
+/// the median of its rounds, in nanoseconds of `clock`.
+pub fn cost(
+    find: impl Fn(&str) -> *mut c_void,
+    kernel: u64,
+    live: u64,
+    clock: libc::clockid_t,
+    refused: u64,
+) -> String {
     // SAFETY: cuda.h's types of these functions.
     let calls = unsafe {
         Calls {
@@ -45,11 +51,12 @@ pub fn cost(find: impl Fn(&str) -> *mut c_void, kernel: u64, live: u64) -> Strin
             synchronize: std::mem::transmute::<*mut c_void, Synchronize>(find("cuCtxSynchronize")),
             ask: std::mem::transmute::<*mut c_void, Ask>(find("cuGetProcAddress_v2")),
             kernel,
+            clock,
         }
     };
     let mut found = vec![
         ("alloc-free", calls.median(|| calls.alloc_and_free())),
-        ("refusal", calls.median(|| calls.refused())),
+        ("refusal", calls.median(|| calls.refused(refused))),
         ("mem-info", calls.median(|| calls.mem_info())),
         ("proc-address", calls.median(|| calls.proc_address())),
         ("launch", calls.median(|| calls.launch())),
@@ -70,11 +77,11 @@ impl Calls {
     /// The median of the rounds. Launches are waited for between rounds, outside of the measured time.
     fn median(&self, once: impl Fn()) -> f64 {
         let round = || {
-            let start = Instant::now();
+            let start = self.now();
             for _ in 0..CALLS {
                 once();
             }
-            let taken = start.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS);
+            let taken = (self.now() - start) / f64::from(CALLS);
             // SAFETY: takes no arguments.
             assert_eq!(unsafe { (self.synchronize)() }, 0, "cuCtxSynchronize");
             taken
@@ -84,6 +91,19 @@ impl Calls {
         let mut rounds: Vec<f64> = (0..ROUNDS).map(|_| round()).collect();
         rounds.sort_by(f64::total_cmp);
         rounds[ROUNDS / 2]
+    }
+
+    /// The clock, in nanoseconds.
+    fn now(&self) -> f64 {
+        let mut time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: a clock of time.h and a place for its time.
+        unsafe { libc::clock_gettime(self.clock, &raw mut time) };
+        #[expect(clippy::cast_precision_loss, reason = "exact for a hundred days")]
+        let nanos = (time.tv_sec * 1_000_000_000 + time.tv_nsec) as f64;
+        nanos
     }
 
     fn one_block(&self) -> u64 {
@@ -100,11 +120,11 @@ impl Calls {
         assert_eq!(unsafe { (self.free)(pointer) }, 0, "cuMemFree");
     }
 
-    fn refused(&self) {
+    fn refused(&self, bytes: u64) {
         let mut pointer = 0;
         // SAFETY: a place for a pointer.
-        let code = unsafe { (self.alloc)(&raw mut pointer, TOO_MUCH) };
-        assert_eq!(code, 2, "cuMemAlloc of {TOO_MUCH} bytes");
+        let code = unsafe { (self.alloc)(&raw mut pointer, bytes) };
+        assert_eq!(code, 2, "cuMemAlloc of {bytes} bytes");
     }
 
     fn mem_info(&self) {

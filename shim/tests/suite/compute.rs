@@ -1,17 +1,12 @@
 //! The compute share on the simulated machine: how much of the GPU's time programs get, as the GPU counts
 //! it.
 
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, Barrier, mpsc};
-use std::thread::ScopedJoinHandle;
-use std::time::Duration;
+use std::sync::Arc;
 
-use tranche_node::compute::PERIOD_NANOS;
-use tranche_node::nvml::search::InstalledDriver;
-use tranche_node::sampler::{Sampler, now};
-use tranche_node::utilization::NvmlUtilization;
+use tranche_node::sampler::now;
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::compute::costs::HOLDS_NANOS;
+use tranche_shim_tests::gpu_time::{contended, percent_of_gpu, program, sample_until};
 use tranche_shim_tests::{Driver, Machine, Node, Probe, Share, World};
 
 use crate::cap::{CAP, GPU_0, ready};
@@ -26,15 +21,6 @@ fn container_on(machine: Machine, cores: u8) -> (World, Share) {
     let gpu = world.node().gpus()[0].uuid.clone();
     let share = world.share_of_time("gpu-0", &gpu, Some(CAP), Some(cores), ComputePolicy::Strict);
     (world, share)
-}
-
-/// A process with a context, and a kernel with this name.
-fn program(world: &World, kernel: &str) -> (Probe, u64) {
-    let mut probe = world.probe("name");
-    probe.must("init");
-    probe.must("primary 0");
-    let kernel = probe.must(&format!("kernel {kernel}")).number(0);
-    (probe, kernel)
 }
 
 /// How long the tests measure, in milliseconds.
@@ -226,64 +212,13 @@ const SETTLES: u64 = 6_000;
 /// up to 10 s, and the scale follows in 5 s (`node/tests/share.rs` tests the whole course).
 const SETTLES_LONG_KERNELS: u64 = 16_000;
 
-/// Runs containers of one GPU, each in a thread with a program that launches as much as it may, and the node's sampler.
-/// Returns the percentage of the GPU's time for each over 10 s, after `settles` milliseconds, and the percentage that
-/// switches between them took.
-fn contended(
-    machine: Machine,
-    settles: u64,
-    shares: &[(u8, ComputePolicy, &str)],
-) -> (Vec<f64>, f64) {
-    const LOOKS: u64 = 10_000;
-    let root = std::env::temp_dir().join(format!(
-        "tranche-shim-{}-shared-{}",
-        std::process::id(),
-        now()
-    ));
-    let node = Arc::new(Node::start(root, machine, 1));
-    let gpu = node.gpus()[0].uuid.clone();
-    let start = Barrier::new(shares.len());
-    let began = now();
-    let (to_sampler, folders) = mpsc::channel::<PathBuf>();
-    std::thread::scope(|scope| {
-        let containers: Vec<_> = shares
-            .iter()
-            .map(|&(cores, policy, kernel)| {
-                let (node, gpu, start, to_sampler) = (&node, &gpu, &start, to_sampler.clone());
-                scope.spawn(move || {
-                    let world = World::on(node);
-                    let share = world.share_of_time("gpu-0", gpu, Some(CAP), Some(cores), policy);
-                    to_sampler.send(share.pages_from_outside()).unwrap();
-                    drop(to_sampler);
-                    let (mut probe, handle) = program(&world, kernel);
-                    start.wait();
-                    percent_of_gpu(node, &mut probe, handle, settles);
-                    let found = percent_of_gpu(node, &mut probe, handle, LOOKS);
-                    // This thread gives access to the share's pages, so it ends last.
-                    start.wait();
-                    found
-                })
-            })
-            .collect();
-        drop(to_sampler);
-        let folders: Vec<PathBuf> = folders.iter().collect();
-        let is_over = || containers.iter().any(ScopedJoinHandle::is_finished);
-        sample_until(&node, &folders, is_over);
-        let parts = containers
-            .into_iter()
-            .map(|container| container.join().unwrap())
-            .collect();
-        #[expect(clippy::cast_precision_loss, reason = "some seconds")]
-        let stood_still = node.stood_still(0) as f64 / (now() - began) as f64;
-        (parts, stood_still * 100.0)
-    })
-}
+/// How long the tests measure then, in milliseconds.
+const LOOKS: u64 = 10_000;
 
 /// Programs of a share that follow each other, each with other kernels, whose measured prices have different
 /// errors: no program is charged for an earlier one.
 #[test]
 fn a_program_after_another_gets_the_share() {
-    const LOOKS: u64 = 10_000;
     let root = std::env::temp_dir().join(format!(
         "tranche-shim-{}-after-{}",
         std::process::id(),
@@ -310,28 +245,6 @@ fn a_program_after_another_gets_the_share() {
     });
 }
 
-fn sample_until(node: &Node, folders: &[PathBuf], is_over: impl Fn() -> bool) {
-    let driver = InstalledDriver::new(Path::new("/"), Some(node.root()));
-    let mut utilization = NvmlUtilization::new(Box::new(driver));
-    let mut sampler = Sampler::new("/proc");
-    while !is_over() {
-        for sampled in sampler.step(now(), folders, &mut utilization) {
-            assert!(sampled.outcome.is_ok() || is_over(), "{sampled:?}");
-        }
-        std::thread::sleep(Duration::from_nanos(PERIOD_NANOS));
-    }
-}
-
-/// The percentage of the GPU's time for a process that launches as much as it may for `millis`.
-fn percent_of_gpu(node: &Node, probe: &mut Probe, handle: u64, millis: u64) -> f64 {
-    let (worked, began) = (node.worked_for(probe.pid(), 0), now());
-    probe.must(&format!("launch plain {handle} {millis} 0"));
-    let (worked, took) = (node.worked_for(probe.pid(), 0) - worked, now() - began);
-    #[expect(clippy::cast_precision_loss, reason = "some seconds")]
-    let part = worked as f64 / took as f64;
-    part * 100.0
-}
-
 #[test]
 fn shares_of_thirty_and_seventy_percent_get_them() {
     for machine in Machine::ALL {
@@ -343,7 +256,7 @@ fn shares_of_thirty_and_seventy_percent_get_them() {
                 (30, ComputePolicy::Strict, short),
                 (70, ComputePolicy::WorkConserving, long),
             ];
-            let (found, switching) = contended(machine, SETTLES, &shares);
+            let (found, switching) = contended(machine, SETTLES, LOOKS, &shares);
             assert_near(&format!("{short}, {machine:?}"), found[0], 30.0);
             // A work-conserving share gets at least its cores, and the time that the other does not use, except
             // for the time of switches.
@@ -370,7 +283,7 @@ fn four_equal_shares_are_equal() {
     ];
     for machine in Machine::ALL {
         let shares = kernels.map(|kernel| (25, ComputePolicy::Strict, kernel));
-        let (found, switching) = contended(machine, SETTLES_LONG_KERNELS, &shares);
+        let (found, switching) = contended(machine, SETTLES_LONG_KERNELS, LOOKS, &shares);
         let (sum, squares) = found.iter().fold((0.0, 0.0), |(sum, squares), part| {
             (sum + part, squares + part * part)
         });
@@ -390,7 +303,7 @@ fn four_equal_shares_are_equal() {
 fn a_work_conserving_share_gets_what_is_left() {
     for machine in Machine::ALL {
         let shares = [(20, ComputePolicy::WorkConserving, "sim_busy_200us")];
-        let (found, _) = contended(machine, SETTLES, &shares);
+        let (found, _) = contended(machine, SETTLES, LOOKS, &shares);
         assert!(found[0] >= 95.0, "alone, {machine:?}: {found:?}");
     }
 }

@@ -30,13 +30,13 @@ const CALLS: [(&str, u32, u64, u64); 9] = [
 /// and its block.
 const LOCKED: u64 = 6;
 
-/// Instructions of one call, and how many of those of the shim are locked.
-fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64) {
+/// Of one call: instructions, how many of those of the shim are locked, and system calls.
+fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64, u64) {
     let out = world.folder().join("callgrind");
     let mut command = world.command("valgrind");
     command
         .args(["--tool=callgrind", "--toggle-collect=counted_calls"])
-        .arg("--dump-instr=yes")
+        .args(["--dump-instr=yes", "--collect-systime=yes"])
         .arg(format!("--callgrind-out-file={}", out.display()))
         .arg(probe_path())
         .arg(how)
@@ -61,19 +61,20 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64) {
     let calls = probe.must(&format!("instructions {what} {live}")).number(0);
     probe.must("end");
     let output = probe.wait();
-    let collected = output
+    let mut collected = output
         .lines()
         .find_map(|line| line.split("Collected : ").nth(1))
         .unwrap_or_else(|| panic!("callgrind: {output}"))
-        .trim()
-        .parse::<u64>()
-        .unwrap();
-    assert!(collected > calls, "callgrind counted nothing: {output}");
+        .split_whitespace()
+        .map(|count| count.parse::<u64>().unwrap());
+    // Numbers at the end that are 0 are not printed.
+    let (instructions, system_calls) = (collected.next().unwrap(), collected.next().unwrap_or(0));
+    assert!(instructions > calls, "callgrind counted nothing: {output}");
     let locked: u64 = executed(&fs::read_to_string(out).unwrap())
         .filter(|(at, _)| locked().contains(at))
         .map(|(_, times)| times)
         .sum();
-    (collected / calls, locked / calls)
+    (instructions / calls, locked / calls, system_calls)
 }
 
 /// The shim's instructions in a dump of callgrind: address and number of times. (Valgrind's manual, "Callgrind Format
@@ -149,9 +150,10 @@ fn calls_take_few_instructions() {
     compile("standing-clock.c", clock, &["-shared", "-fPIC"]);
     let mut over = Vec::new();
     for (what, live, counted, most) in CALLS {
-        let (without, _) = count(&world, "/usr/lib/tranche/driver/libcuda.so.1", what, live);
-        let (with, locked) = count(&world, "name", what, live);
+        let (without, ..) = count(&world, "/usr/lib/tranche/driver/libcuda.so.1", what, live);
+        let (with, locked, system_calls) = count(&world, "name", what, live);
         let added = with.saturating_sub(without);
+        assert_eq!(system_calls, 0, "system calls of {what} with {live} live");
         if what == "alloc-free" {
             assert_eq!(
                 locked, LOCKED,

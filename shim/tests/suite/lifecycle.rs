@@ -252,3 +252,30 @@ fn a_login_does_not_remove_the_cap() {
         world.command("su").args(login).env("LD_PRELOAD", ""),
     ));
 }
+
+/// Many processes join one share concurrently, and each gets its slot.
+#[test]
+fn three_hundred_processes_join_at_once() {
+    let (world, share) = one_gpu();
+    let mut probes: Vec<_> = (0..300).map(|_| world.probe("name")).collect();
+    for probe in &mut probes {
+        probe.send("count");
+        probe.send("steer devices 1");
+        probe.send("init");
+        probe.send("context 0");
+        probe.send("alloc 4096");
+    }
+    for probe in &mut probes {
+        probe.receive();
+        probe.receive();
+        for _ in 0..3 {
+            assert_eq!(probe.receive().code, 0);
+        }
+    }
+    assert_eq!(share.used(), 300 * BLOCK);
+    assert_eq!(share.read(|account| account.processes().count()), 300);
+    drop(probes);
+    let mut last = ready(&world, 1);
+    last.must(&format!("alloc {CAP}"));
+    assert_eq!(share.read(|account| account.processes().count()), 1);
+}

@@ -26,4 +26,3 @@ mod runtimes;
 mod simulated;
 mod spares;
 mod storm;
-mod time;
