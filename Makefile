@@ -85,9 +85,10 @@ nightly: ## what takes longer: more random states for kube-scheduler's allocator
 lint: checks ## the checks, and clippy, which the tests' build is, too
 	$(COMPILE)
 
-checks: tools ## formatting, shell scripts, the chart, the alerts, the drivers' symbols
+checks: tools ## formatting, shell scripts, the age of the last whole run, the chart, the alerts, the drivers' symbols
 	cargo fmt --all --check
 	e2e/kind/lint
+	e2e/recently-run
 	deploy/helm/check
 	deploy/monitoring/check
 	shim/symbols check
