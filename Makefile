@@ -3,6 +3,8 @@
 .DEFAULT_GOAL := help
 # How what goes into the images is compiled: `dev` takes a fourth of the time of `release`, which is what users get.
 export PROFILE ?= dev
+# Cargo's folder of that profile.
+export PROGRAMS = $(PROFILE:dev=debug)
 export PATH := $(CURDIR)/target/cluster/bin:$(PATH)
 # Times count from here.
 ifndef TRANCHE_STARTED
@@ -21,7 +23,7 @@ help: ## this list
 
 build: ## the node plugin, the controller, the usage API, the MPS supervisor, the container hook, `tranche` and `kubectl tranche`, in target/release
 	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-usage-api -p tranche-mps -p tranche-cli -p tranche-kubectl
-	PROFILE=release kubelet-plugin/hook/build
+	PROFILE=release PROGRAMS=release kubelet-plugin/hook/build
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 	$(STEP) "Compiling the shim" shim/build

@@ -127,7 +127,7 @@ impl Times {
 
 /// Starts of processes: wall time, because users wait for a start.
 fn starts(args: &Args, world: &World) -> anyhow::Result<Vec<Row>> {
-    let program = |_: &str| world.command("/bin/true");
+    let program = || world.command("/bin/true");
     let initialises = |how: &str| {
         let mut command = world.command(probe_path());
         command.args([how, "init"]);
@@ -139,7 +139,7 @@ fn starts(args: &Args, world: &World) -> anyhow::Result<Vec<Row>> {
         for shim in [Shim::None, Shim::Capped] {
             shim.turn(world, |how| {
                 for _ in 0..args.starts {
-                    times.add(shim, "load", 1e3 * seconds_of(1, || program(how))?);
+                    times.add(shim, "load", 1e3 * seconds_of(1, program)?);
                     times.add(shim, "init", 1e3 * seconds_of(1, || initialises(how))?);
                 }
                 if round <= 3 {

@@ -279,12 +279,12 @@ mod tests {
             hanging.recv().unwrap();
             // The caller that has it open drops it in the same way.
             let lease = Lease(session.jobs.clone());
-            let closes = scope.spawn(move || drop(lease));
-            let start = std::time::Instant::now();
-            while !closes.is_finished() && start.elapsed() < 10 * CLOSE {
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            let is_closed = closes.is_finished();
+            let (ends, ended) = sync_channel(1);
+            scope.spawn(move || {
+                drop(lease);
+                let _ = ends.send(());
+            });
+            let is_closed = ended.recv_timeout(10 * CLOSE).is_ok();
             go_on.send(()).unwrap();
             assert!(is_closed);
             assert!(opens.join().unwrap());
