@@ -21,7 +21,7 @@ STEP := @e2e/kind/step
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
 
-build: ## the node plugin, the controller, the usage API, the MPS supervisor, the container hook, `tranche` and `kubectl tranche`, in target/release
+build: ## the node plugin, the controller, the usage API, the MPS supervisor, `tranche` and `kubectl tranche`, in target/release; the container hook, in target/static/release
 	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-usage-api -p tranche-mps -p tranche-cli -p tranche-kubectl
 	PROFILE=release PROGRAMS=release kubelet-plugin/hook/build
 
@@ -32,6 +32,7 @@ shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 COMPILED ?= Tranche and the simulator
 COMPILE ?= cargo build --quiet --profile $(PROFILE) -p tranche-kubelet-plugin -p tranche-controller -p tranche-usage-api -p tranche-mps \
 	-p tranche-workload -p tranche-simulator-cuda -p tranche-simulator-nvml -p tranche-simulator-persistenced -p tranche-simulator-pci
+lint test unit e2e e2e-core: export PROFILE = dev
 lint test unit e2e e2e-core: export COMPILED = Tranche, the simulator and the tests
 lint test unit e2e e2e-core: export COMPILE = .ci/cargo build --quiet --lib --bins --tests --test e2e --test api
 programs:
@@ -83,6 +84,7 @@ nightly: ## what takes longer: more random states for kube-scheduler's allocator
 	cargo test -p tranche-allocator-oracle -p tranche-scheduler-rules
 	TRANCHE_STATES=500 e2e/api/run explain::it_agrees
 	shim/core/deep-check
+	$(MAKE) build
 
 lint: checks ## the checks, and clippy, which the tests' build is, too
 	$(COMPILE)

@@ -59,11 +59,11 @@ const LIMIT: u64 = 16 << 30;
 
 impl Shim {
     /// Measures programs that load the driver in the given way.
-    fn turn<T>(
+    fn turn(
         self,
         world: &World,
-        measure: impl FnOnce(&str) -> anyhow::Result<T>,
-    ) -> anyhow::Result<T> {
+        measure: impl FnOnce(&str) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
         let cores = match self {
             Self::None => {
                 world.without_preload();
@@ -249,7 +249,7 @@ fn gpu_time() -> Vec<Row> {
     // Long kernels need a longer measurement.
     for (micros, millis) in [(10, 5_000), (1_000, 5_000), (100_000, 20_000)] {
         for cores in [5, 10, 25, 50, 75] {
-            let parts = percent_of_gpu(&[cores], micros, 2_000, millis);
+            let parts = parts_of_gpu(&[cores], micros, 2_000, millis);
             let off = (parts[0] - f64::from(cores)).abs();
             if off > farthest.0 {
                 farthest = (off, cores, f64::from(micros));
@@ -260,12 +260,12 @@ fn gpu_time() -> Vec<Row> {
     let alone = Row::new("compute-alone", off)
         .beside("at percent", f64::from(cores))
         .beside("kernels of µs", micros);
-    let unequal = percent_of_gpu(&[30, 70], 1_000, 5_000, 10_000);
+    let unequal = parts_of_gpu(&[30, 70], 1_000, 5_000, 10_000);
     let off = (unequal[0] - 30.0).abs().max((unequal[1] - 70.0).abs());
     let contended = Row::new("compute-contended", off)
         .beside("30 has", unequal[0])
         .beside("70 has", unequal[1]);
-    let equal = percent_of_gpu(&[25; 4], 1_000, 5_000, 10_000);
+    let equal = parts_of_gpu(&[25; 4], 1_000, 5_000, 10_000);
     let (sum, squares) = equal.iter().fold((0.0, 0.0), |(sum, squares), part| {
         (sum + part, squares + part * part)
     });
@@ -275,7 +275,7 @@ fn gpu_time() -> Vec<Row> {
 
 /// Percent of the GPU's time for shares of so many cores beside each other, whose programs launch kernels of so many
 /// microseconds, for `millis` milliseconds after `settles` others.
-fn percent_of_gpu(cores: &[u8], micros: u32, settles: u64, millis: u64) -> Vec<f64> {
+fn parts_of_gpu(cores: &[u8], micros: u32, settles: u64, millis: u64) -> Vec<f64> {
     eprintln!("shares of {cores:?} percent, kernels of {micros} µs");
     let kernel = format!("sim_busy_{micros}us");
     let shares: Vec<_> = cores

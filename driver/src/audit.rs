@@ -5,7 +5,7 @@
 //!
 //! [`Trail`] is the state that the lines written so far describe. Its functions return the lines that are due and
 //! change nothing; [`Trail::apply`] takes account of a line when it is on the disk. So a process that was killed
-//! continues from the file and the journals: lines that are missing are due again, and no line is written twice.
+//! continues from the file and the journals: lines that are missing are due again, and those that were written are not.
 
 #[cfg(test)]
 mod tests;

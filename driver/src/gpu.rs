@@ -1,7 +1,7 @@
-//! A GPU is identified by its UUID. The names of its devices begin with the UUID's first digits.
+//! A GPU is identified by its UUID. The names of its devices contain the UUID's first digits.
 //!
 //! The minor number and NVML's index follow the order in which the kernel probes, so they may change when a GPU dies,
-//! the MIG mode changes or the node reboots. So they never identify a GPU here.
+//! the MIG mode changes or the node reboots. So nothing is stored by them; only a SharingPolicy may select GPUs by index.
 
 use std::fmt;
 use std::str::FromStr;

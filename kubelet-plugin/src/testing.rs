@@ -266,7 +266,7 @@ impl World {
         self.dir.path().join("proc")
     }
 
-    /// The driver, for calls that do not fail.
+    /// The driver, for a caller that does not die.
     pub fn driver(&self) -> MortalDriver {
         self.driver_for(Arc::new(HostFs))
     }

@@ -28,7 +28,7 @@ def run(machine):
             for take, code in answers(machine, load, child, TAKES, too_much).items():
                 found[f"{take}, loaded by {load}, started {name}"] = code
     escaped = [way for way, code in found.items() if code == 0]
-    # A function that the driver lacks allocates nothing. The shim returns no error other than "out of memory".
+    # A function that the driver lacks allocates nothing. Any other error than "out of memory" is reported.
     strange = {way: code for way, code in found.items() if code not in (0, OUT_OF_MEMORY, NOT_SUPPORTED)}
     name = f"memory beyond the share, of {len(found)} ways tried"
     yield with_target(name, len(escaped), not escaped, "0", ways=escaped)

@@ -51,7 +51,7 @@ pub struct Act {
     pub terms: Option<IdleRule>,
 }
 
-/// The rule for a claim: the most patient one of its GPUs' rules; `None` if one of the GPUs has no rule.
+/// The rule for a claim: the longest times of its GPUs' rules ([`IdleRule::more_patient`]); `None` if one of the GPUs has no rule.
 fn of_gpus(
     holder: &Holder,
     asked: &NodeTerms,

@@ -386,7 +386,7 @@ fn a_compute_mode_that_somebody_else_set_meanwhile_stays() {
 }
 
 #[test]
-fn a_daemon_ends_before_partitions_and_starts_after_mig_mode() {
+fn a_daemon_ends_before_partitions_and_starts_without_mig_mode() {
     let mut machine = Machine::new();
     machine.reach(&concurrent(WantedDaemon::Ready)).unwrap();
     machine.reach(&wanted("1g.10gb@6")).unwrap();

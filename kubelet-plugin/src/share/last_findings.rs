@@ -38,7 +38,7 @@ pub struct LastFindings {
     released: watch::Sender<()>,
 }
 
-/// The owners of processes and memory on the GPUs.
+/// The owners of processes and memory on the GPUs, and the devices' peaks.
 #[derive(Debug, Default)]
 pub struct Ownership {
     /// By PID of the host.
@@ -85,7 +85,7 @@ impl LastFindings {
         }
     }
 
-    /// Replaces the owners.
+    /// Replaces the ownership.
     pub fn set_ownership(&self, ownership: Ownership) {
         let mut current = self
             .ownership
@@ -94,7 +94,7 @@ impl LastFindings {
         *current = Arc::new(ownership);
     }
 
-    /// The owners as of the last round.
+    /// The ownership as of the last round.
     #[must_use]
     pub fn ownership(&self) -> Arc<Ownership> {
         let current = self.ownership.lock();

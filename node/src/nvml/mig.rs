@@ -107,7 +107,7 @@ pub(super) fn change<'a>(
     })
 }
 
-/// The ids of the profile and the placement, as the driver reports them.
+/// The id of the profile, and the placement, as the driver reports them.
 fn find(
     mig: &Mig<'_>,
     uuid: &str,

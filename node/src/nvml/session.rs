@@ -253,42 +253,22 @@ mod tests {
         }
     }
 
-    /// Its first open does not return before the test allows it.
-    #[derive(Debug)]
-    struct Hanging(MigGpus, SyncSender<()>, Mutex<Receiver<()>>);
-
-    impl Driver for Hanging {
-        fn open(&self) -> Result<Opened, NvmlError> {
-            self.1.send(()).unwrap();
-            let _ = self.2.lock().unwrap().recv();
-            self.0.open()
-        }
-
-        fn traces(&self) -> Traces {
-            Traces::default()
-        }
-    }
-
     #[test]
     fn whoever_closes_it_does_not_wait_for_a_call_that_hangs() {
         let gpus = MigGpus::new(Description::default(), Path::new("/"));
-        let ((hangs, hanging), (go_on, told)) = (sync_channel(1), channel());
-        let session = Session::new(Arc::new(Hanging(gpus, hangs, Mutex::new(told))));
-        std::thread::scope(|scope| {
-            let opens = scope.spawn(|| session.open().is_ok());
-            hanging.recv().unwrap();
-            // The caller that has it open drops it in the same way.
-            let lease = Lease(session.jobs.clone());
-            let (ends, ended) = sync_channel(1);
-            scope.spawn(move || {
-                drop(lease);
-                let _ = ends.send(());
-            });
-            let is_closed = ended.recv_timeout(10 * CLOSE).is_ok();
-            go_on.send(()).unwrap();
-            assert!(is_closed);
-            assert!(opens.join().unwrap());
+        let session = Session::new(Arc::new(gpus));
+        let opened = session.open().unwrap();
+        let (go_on, told) = channel::<()>();
+        let _hangs = session.jobs.send(|_: SyncSender<()>| {
+            Job::Call(Box::new(move |_| told.recv().unwrap_or_default()))
         });
+        let (ends, ended) = sync_channel(1);
+        std::thread::spawn(move || {
+            drop(opened);
+            let _ = ends.send(());
+        });
+        assert!(ended.recv_timeout(10 * CLOSE).is_ok());
+        drop(go_on);
     }
 
     #[test]

@@ -55,8 +55,7 @@ impl Containers {
         let mine = || keys.iter().map(|key| (*key).to_owned());
         lock(&self.wanted).extend(mine());
         let mut found = lock(&self.found);
-        // If they are not there any more, a search that began after the call has found them. A failed search leaves
-        // nothing.
+        // If `found` has all keys, a search that began after the call has found them. A failed search leaves nothing.
         if keys.iter().any(|key| !found.contains_key(*key)) {
             let mut wanted = mem::take(&mut *lock(&self.wanted));
             wanted.extend(mine());

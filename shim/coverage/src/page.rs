@@ -32,7 +32,7 @@ const CUDA: Words = Words {
 const NVML: Words = Words {
     library: "libnvidia-ml.so.1",
     since: "is the CUDA version of the oldest header that declares it: 11.8 or before, 12.0, 12.9, 13.0 or 13.5",
-    beside: "In a capped container it replaces the driver's own `libnvidia-ml.so.1`, as the shim's `libcuda.so.1` does.",
+    beside: "In a capped container it is in front of the driver's own `libnvidia-ml.so.1`, as the shim's `libcuda.so.1` is.",
 };
 
 /// Both pages.

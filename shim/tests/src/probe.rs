@@ -16,6 +16,8 @@ use std::ffi::{CStr, CString, c_void};
 use std::io::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use tranche_shim_core::paths::REAL_CUDA;
+
 /// What `alloc` got last.
 static LAST: AtomicU64 = AtomicU64::new(0);
 
@@ -375,7 +377,7 @@ fn place(address: *mut c_void) -> (String, String) {
 fn compare(shim: &Cuda, list: &str) -> String {
     type Ask =
         unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
-    let real = Cuda::load("/usr/lib/tranche/driver/libcuda.so.1");
+    let real = Cuda::load(REAL_CUDA.to_str().unwrap());
     let text = std::fs::read_to_string(list).unwrap();
     let (versions, rows) = text.split_once('\n').unwrap();
     let versions: Vec<i32> = versions
@@ -461,10 +463,7 @@ fn compare(shim: &Cuda, list: &str) -> String {
 fn steer(_: &Cuda, name: &str, value: u64) -> u64 {
     // SAFETY: the shim has opened it; its functions take and return one number.
     unsafe {
-        let driver = libc::dlopen(
-            c"/usr/lib/tranche/driver/libcuda.so.1".as_ptr(),
-            libc::RTLD_LAZY,
-        );
+        let driver = libc::dlopen(REAL_CUDA.as_ptr(), libc::RTLD_LAZY);
         let address = libc::dlsym(
             driver,
             CString::new(format!("odd_{name}")).unwrap().as_ptr(),

@@ -3,7 +3,7 @@
 use std::fs;
 
 use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, cap};
-use tranche_shim_tests::{Driver, Probe, SHARES, World, compile, probe_path};
+use tranche_shim_tests::{DRIVER, Driver, Probe, SHARES, World, compile, probe_path};
 
 use crate::cap::{CAP, GPU_0};
 
@@ -184,10 +184,7 @@ fn without_a_driver() {
     assert_eq!(probe.ask("count").code, NO_DRIVER);
     assert_eq!(probe.ask("init").code, NO_DRIVER);
     assert_eq!(probe.ask("alloc 4096").code, NO_DRIVER);
-    says(
-        &mut probe,
-        &["/usr/lib/tranche/driver/libcuda.so.1", "driver"],
-    );
+    says(&mut probe, &[DRIVER, "driver"]);
 }
 
 /// A wrong mount puts the shim where the driver should be: no endless loop.
@@ -195,11 +192,7 @@ fn without_a_driver() {
 fn the_shim_as_its_own_driver_is_refused() {
     let world = World::new(Driver::Missing);
     world.share("gpu-0", GPU_0, Some(CAP));
-    fs::hard_link(
-        "/usr/lib/tranche/libcuda.so.1",
-        "/usr/lib/tranche/driver/libcuda.so.1",
-    )
-    .unwrap();
+    fs::hard_link("/usr/lib/tranche/libcuda.so.1", DRIVER).unwrap();
     let mut probe = world.probe("name");
     assert_eq!(probe.ask("init").code, NO_DRIVER);
     says(&mut probe, &["not the driver's library"]);

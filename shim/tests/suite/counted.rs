@@ -6,7 +6,7 @@ use std::fs;
 use std::process::Command;
 
 use tranche_shim_core::ComputePolicy;
-use tranche_shim_tests::{Driver, Probe, World, built, compile, probe_path, text};
+use tranche_shim_tests::{DRIVER, Driver, Probe, World, built, compile, probe_path, text};
 
 use crate::cap::{CAP, GPU_0};
 use crate::families::{with_variable, write};
@@ -150,7 +150,7 @@ fn calls_take_few_instructions() {
     compile("standing-clock.c", clock, &["-shared", "-fPIC"]);
     let mut over = Vec::new();
     for (what, live, counted, most) in CALLS {
-        let (without, ..) = count(&world, "/usr/lib/tranche/driver/libcuda.so.1", what, live);
+        let (without, ..) = count(&world, DRIVER, what, live);
         let (with, locked, system_calls) = count(&world, "name", what, live);
         let added = with.saturating_sub(without);
         assert_eq!(system_calls, 0, "system calls of {what} with {live} live");

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use tranche_shim_tests::{Driver, Machine, Probe, World, install, real_drivers};
+use tranche_shim_tests::{DRIVER, Driver, Machine, Probe, World, install, real_drivers};
 
 use crate::real::{RELEASES, functions};
 
@@ -12,8 +12,6 @@ const MIB: u64 = 1 << 20;
 const BLOCK: u64 = 2 * MIB;
 const DONE: i64 = 0;
 const OUT_OF_MEMORY: i64 = 2;
-/// The driver itself, without the shim.
-const REAL: &str = "/usr/lib/tranche/driver/libcuda.so.1";
 
 /// A program on a machine with one GPU.
 struct Bare {
@@ -27,7 +25,7 @@ impl Bare {
     fn on(machine: Machine) -> Self {
         let world = World::new(Driver::Machine(machine, 1));
         let mut bare = Self {
-            probe: world.probe(REAL),
+            probe: world.probe(DRIVER),
             world,
             context: 0,
         };
@@ -179,7 +177,7 @@ fn code_takes_memory_at_its_first_launch() {
     // Or at once, if the program wants that.
     let world = World::new(Driver::Simulator(1));
     let mut command = world.command(tranche_shim_tests::probe_path());
-    let mut probe = Probe::by(command.arg(REAL).env("CUDA_MODULE_LOADING", "EAGER"));
+    let mut probe = Probe::by(command.arg(DRIVER).env("CUDA_MODULE_LOADING", "EAGER"));
     start(&mut probe);
     let context = world.node().gpus()[0].used;
     probe.must("kernel sim_busy_1us");
@@ -267,7 +265,7 @@ fn managed_memory_gives_way_to_other_processes() {
     let prefetch = format!("cuMemPrefetchAsync {memory} {half} 0 0");
     bare.call(&prefetch);
     assert_eq!(bare.held(), half);
-    let mut other = bare.world.probe(REAL);
+    let mut other = bare.world.probe(DRIVER);
     start(&mut other);
     let left = other.must("info").number(0);
     // The free memory, and half of what the first process has there.

@@ -3,13 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-use tranche_shim_tests::{Driver, Probe, World};
+use tranche_shim_tests::{DRIVER, Driver, Probe, World};
 
 use crate::cap::CAP;
 
 /// The simulator's driver version.
 const NODE: &str = "535.261.03";
-const REAL: &str = "/usr/lib/tranche/driver/libcuda.so.1";
 const COMPAT: &str = "/usr/local/cuda/compat";
 
 /// A container with 20 GiB of a simulated GPU, and copies of the driver's libcuda at these paths.
@@ -19,7 +18,7 @@ fn with_copies(copies: &[&str]) -> World {
     world.share("gpu-0", gpu, Some(CAP));
     for copy in copies {
         fs::create_dir_all(Path::new(copy).parent().unwrap()).unwrap();
-        fs::copy(REAL, copy).unwrap();
+        fs::copy(DRIVER, copy).unwrap();
     }
     world
 }
@@ -75,7 +74,7 @@ fn a_newer_libcuda_of_the_image_is_used_behind_the_shim() {
     let copy = format!("{COMPAT}/libcuda.so.999.1");
     let world = with_copies(&[&copy]);
     // The node's own library does not work, so a working one is the image's.
-    fs::write(REAL, "too old").unwrap();
+    fs::write(DRIVER, "too old").unwrap();
     let covered = world.cover_libraries(&[], NODE).unwrap();
     assert_eq!(covered.compat.as_deref(), Some(Path::new(&copy)));
     for how in ["name", &copy] {

@@ -7,7 +7,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
-use tranche_shim_tests::{Driver, Probe, World, cache, compile, probe_path, text};
+use tranche_shim_tests::{DRIVER, Driver, Probe, World, cache, compile, probe_path, text};
 
 use crate::cap::{CAP, GPU_0, GPU_1, one_gpu, start};
 
@@ -102,7 +102,7 @@ fn the_environment_does_not_change_the_cap() {
         ("CUDA_DISABLE_CONTROL", "true"),
         ("LD_PRELOAD", ""),
         ("TRANCHE_SHARES", "/tmp"),
-        ("CUDA_REDIRECT", "/usr/lib/tranche/driver/libcuda.so.1"),
+        ("CUDA_REDIRECT", DRIVER),
     ];
     for (program, arguments) in [
         (probe_path(), vec!["name".into()]),
@@ -176,11 +176,7 @@ fn a_look_up_with_a_version_fails_as_in_the_drivers_library() {
     world.share("gpu-0", GPU_0, Some(CAP));
     assert_eq!(text(&program(&world).stdout), "not found\n");
     world.without_preload();
-    fs::copy(
-        "/usr/lib/tranche/driver/libcuda.so.1",
-        "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
-    )
-    .unwrap();
+    fs::copy(DRIVER, "/usr/lib/x86_64-linux-gnu/libcuda.so.1").unwrap();
     assert_eq!(text(&program(&world).stdout), "not found\n");
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tranche_shim_tests::{Driver, Machine, Node, Probe, Share, World, text};
+use tranche_shim_tests::{DRIVER, Driver, Machine, Node, Probe, Share, World, text};
 
 use crate::cap::{BLOCK, CAP};
 use crate::families::{Case, with_variable, write};
@@ -294,7 +294,7 @@ fn a_gpu_without_a_page_is_not_used() {
 #[test]
 fn every_view_of_nvidia_smi_tells_the_share() {
     let (world, _shares, [first, _]) = two_gpus();
-    let mut neighbour = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
+    let mut neighbour = world.probe(DRIVER);
     ready(&mut neighbour, 0);
     neighbour.must(&format!("alloc {}", 30u64 << 30));
     let mut probe = world.probe("name");
@@ -348,7 +348,7 @@ fn an_idle_share_is_idle_beside_a_busy_neighbour() {
     let mut probe = world.probe("name");
     ready(&mut probe, 0);
     probe.must(&format!("alloc {}", 1 << 30));
-    let mut neighbour = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
+    let mut neighbour = world.probe(DRIVER);
     ready(&mut neighbour, 0);
     let kernel = neighbour.must("kernel sim_busy_1ms").number(0);
     neighbour.send(&format!("launch plain {kernel} 20000 50"));
@@ -393,7 +393,7 @@ fn an_idle_share_is_idle_beside_a_busy_neighbour() {
 #[test]
 fn in_a_pid_namespace_of_its_own_a_share_sees_its_own_processes() {
     let (world, _shares, [first, _]) = two_gpus();
-    let mut neighbour = world.probe("/usr/lib/tranche/driver/libcuda.so.1");
+    let mut neighbour = world.probe(DRIVER);
     ready(&mut neighbour, 0);
     neighbour.must(&format!("alloc {}", 30u64 << 30));
     let mut probe = Probe::by(
