@@ -7,7 +7,7 @@ use tranche_api::gpu_node::Inventory;
 use tranche_api::{Quantity, ShareConfig, Tier};
 use tranche_driver::claim::{AllocatedDevice, Allocation, DeviceName, Grant, WholeGpuTier};
 use tranche_driver::gpu::GpuUuid;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::policy::context_memory;
 use tranche_driver::preparation::{Cap, Conflict, PreparationProblem, PreparedDevice, plan};
 
@@ -70,9 +70,9 @@ pub fn admit(
     request: &Request,
     gpus: &[String],
     inventory: &Inventory,
-    existing: Option<&Record>,
-    others: &[Record],
-) -> Result<Record, Refusal> {
+    existing: Option<&ClaimRecord>,
+    others: &[ClaimRecord],
+) -> Result<ClaimRecord, Refusal> {
     if let Some((record, device)) = existing.and_then(|r| Some((r, r.plan.devices.first()?))) {
         same(request, gpus, device)?;
         return Ok(record.clone());
@@ -113,7 +113,7 @@ pub fn admit(
         }],
     };
     plan(&allocation, inventory, others.iter().map(|r| &r.plan))
-        .map(|plan| Record::new(plan, None))
+        .map(|plan| ClaimRecord::new(plan, None))
         .map_err(|error| match error.problem {
             problem @ (PreparationProblem::TooMuchMemory { .. }
             | PreparationProblem::Conflict(Conflict::Memory { .. })) => {
@@ -230,9 +230,9 @@ mod tests {
 
     fn ask(
         request: &Request,
-        existing: Option<&Record>,
-        others: &[Record],
-    ) -> Result<Record, String> {
+        existing: Option<&ClaimRecord>,
+        others: &[ClaimRecord],
+    ) -> Result<ClaimRecord, String> {
         ask_where(None, request, existing, others)
     }
 
@@ -240,9 +240,9 @@ mod tests {
     fn ask_where(
         context: Option<u64>,
         request: &Request,
-        existing: Option<&Record>,
-        others: &[Record],
-    ) -> Result<Record, String> {
+        existing: Option<&ClaimRecord>,
+        others: &[ClaimRecord],
+    ) -> Result<ClaimRecord, String> {
         let description = two_h100();
         let gpus: Vec<_> = description
             .gpus
@@ -271,7 +271,7 @@ mod tests {
         assert_eq!(context_of(Some(32 << 20)), 256);
     }
 
-    fn refused(result: Result<Record, String>, words: &[&str]) {
+    fn refused(result: Result<ClaimRecord, String>, words: &[&str]) {
         let error = result.unwrap_err();
         for word in words {
             assert!(error.contains(word), "{word}: {error}");

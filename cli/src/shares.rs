@@ -23,7 +23,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::io::Errno;
 use rustix::process::geteuid;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_node::page::AccountFile;
 
 /// The files beside the shares' folders.
@@ -89,7 +89,7 @@ pub struct Membership {
 /// A share in use.
 #[derive(Debug)]
 pub struct InUse {
-    pub record: Record,
+    pub record: ClaimRecord,
     /// Whether its commands have ended, so that it ends soon unless they left processes behind.
     pub ended: bool,
 }
@@ -205,8 +205,8 @@ impl Locked<'_> {
             if is_in_use(&folder)? {
                 let path = folder.join("record");
                 let bytes = fs::read(&path).map_err(at(&path))?;
-                let record =
-                    Record::decode(&bytes).map_err(|source| StateError::Record { path, source })?;
+                let record = ClaimRecord::decode(&bytes)
+                    .map_err(|source| StateError::Record { path, source })?;
                 let ended = commands(&folder).all(|pid| !is_alive(pid));
                 records.push(InUse { record, ended });
             } else {
@@ -221,7 +221,7 @@ impl Locked<'_> {
         &self,
         name: &str,
         pid: i32,
-        record: &Record,
+        record: &ClaimRecord,
         files: &[(PathBuf, Vec<u8>, u32)],
     ) -> Result<Membership, StateError> {
         let folder = self.base.join(name);
@@ -344,7 +344,7 @@ mod tests {
 
     const OUR_PID: i32 = 1;
 
-    fn record(name: &str) -> Record {
+    fn record(name: &str) -> ClaimRecord {
         let plan = PreparationPlan {
             pages: PAGES,
             allocation: Allocation {
@@ -357,7 +357,7 @@ mod tests {
             devices: Vec::new(),
             steps: Vec::new(),
         };
-        Record::new(plan, None)
+        ClaimRecord::new(plan, None)
     }
 
     fn shares() -> (tempfile::TempDir, Shares) {

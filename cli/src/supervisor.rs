@@ -15,7 +15,7 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tranche_api::gpu_node::Inventory;
 use tranche_driver::cdi::{NodePaths, Shim, container_path, driver_spec};
 use tranche_driver::claim_spec::claim_spec;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::PAGES;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
@@ -151,7 +151,7 @@ fn enter(
     gpus: &[String],
     inventory: &Inventory,
     shares: &Shares,
-) -> Result<(Record, Membership), String> {
+) -> Result<(ClaimRecord, Membership), String> {
     let text = |e: &dyn std::error::Error| e.to_string();
     let start = Instant::now();
     loop {
@@ -199,7 +199,7 @@ fn describe(root: &Path) -> Result<(Opened, Description), String> {
 /// The two specs that a pod's container would get.
 fn specs(
     request: &Request,
-    record: &Record,
+    record: &ClaimRecord,
     driver: &Opened,
     description: &Description,
     shares: &Shares,
@@ -243,7 +243,7 @@ fn specs(
 }
 
 /// The files of a new share: its pages, our libraries, and the host's preload list after ours.
-fn files(request: &Request, record: &Record) -> Result<Vec<(PathBuf, Vec<u8>, u32)>, String> {
+fn files(request: &Request, record: &ClaimRecord) -> Result<Vec<(PathBuf, Vec<u8>, u32)>, String> {
     let mut files = Vec::new();
     for device in &record.plan.devices {
         let page = |name: &str| Path::new(&device.key).join(name);

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use tranche_api::Tier;
 
-use crate::journal::Record;
+use crate::journal::ClaimRecord;
 use crate::mig::Profile;
 use crate::moment::Moment;
 use crate::preparation::{Cap, PreparedDevice};
@@ -183,7 +183,7 @@ impl Line {
 }
 
 impl Grant {
-    fn new(record: &Record, device: &PreparedDevice) -> Self {
+    fn new(record: &ClaimRecord, device: &PreparedDevice) -> Self {
         let allocation = &record.plan.allocation;
         let start = record.since.map(|since| since.to_string());
         let partition = device.partition.as_ref();
@@ -217,7 +217,7 @@ impl Grant {
             mig_uuid: partition
                 .and_then(|it| it.mig.as_ref())
                 .map(|mig| mig.uuid.clone()),
-            profile: partition.map(|it| it.place.profile),
+            profile: partition.map(|it| it.placement.profile),
             cap,
         }
     }
@@ -288,11 +288,12 @@ impl Trail {
     /// read.
     pub fn settle<'a>(
         &mut self,
-        journals: impl IntoIterator<Item = &'a Record> + Clone,
+        journals: impl IntoIterator<Item = &'a ClaimRecord> + Clone,
         unreadable: &BTreeSet<&str>,
         now: Moment,
     ) -> Vec<Line> {
-        let devices = |record: &'a Record| record.plan.devices.iter().map(|it| it.key.as_str());
+        let devices =
+            |record: &'a ClaimRecord| record.plan.devices.iter().map(|it| it.key.as_str());
         let held: BTreeSet<_> = journals.clone().into_iter().flat_map(devices).collect();
         self.last.retain(|key, written| {
             let may_exist =
@@ -315,7 +316,7 @@ impl Trail {
 
     /// The lines that are due for a claim that has its devices: those that are missing and those that changed.
     #[must_use]
-    pub fn held(&self, record: &Record, pods: &BTreeSet<Pod>, now: Moment) -> Vec<Line> {
+    pub fn held(&self, record: &ClaimRecord, pods: &BTreeSet<Pod>, now: Moment) -> Vec<Line> {
         let mut due = Vec::new();
         for device in &record.plan.devices {
             let grant = Grant::new(record, device);
@@ -339,7 +340,7 @@ impl Trail {
 
     /// The lines that are due for more pods of a claim; empty if it has no devices now.
     #[must_use]
-    pub fn joined(&self, record: &Record, pods: &BTreeSet<Pod>, now: Moment) -> Vec<Line> {
+    pub fn joined(&self, record: &ClaimRecord, pods: &BTreeSet<Pod>, now: Moment) -> Vec<Line> {
         let mut due = self.held(record, pods, now);
         due.retain(|line| line.event == Event::Held {});
         due
@@ -350,7 +351,7 @@ impl Trail {
     #[must_use]
     pub fn released(
         &self,
-        record: &Record,
+        record: &ClaimRecord,
         ended: Ended,
         at_end: &BTreeMap<String, HeldAtEnd>,
         now: Moment,
@@ -383,7 +384,7 @@ impl Trail {
 
     /// Whether the end of a claim's grant, or of a part of it, is written.
     #[must_use]
-    pub fn is_released(&self, record: &Record) -> bool {
+    pub fn is_released(&self, record: &ClaimRecord) -> bool {
         record.plan.devices.iter().any(|device| {
             let grant = Grant::new(record, device);
             let written = self.last.get(&device.key);
@@ -392,7 +393,7 @@ impl Trail {
     }
 
     /// Forgets a released claim, whose journal is gone.
-    pub fn forget(&mut self, record: &Record) {
+    pub fn forget(&mut self, record: &ClaimRecord) {
         for device in &record.plan.devices {
             let is_released = Written::is_released;
             if self.last.get(&device.key).is_some_and(is_released) {

@@ -135,7 +135,7 @@ fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
         format!("{gpu}_TIER={}", device.tier),
     ];
     if let Some(partition) = &device.partition {
-        env.push(format!("{gpu}_PROFILE={}", partition.place.profile));
+        env.push(format!("{gpu}_PROFILE={}", partition.placement.profile));
         env.extend(
             partition
                 .mig

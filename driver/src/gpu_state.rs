@@ -10,7 +10,7 @@
 //! [`next`] is called again after each step, with the GPU's new state. So a crash, a reboot or an administrator may
 //! interrupt at any step: the state alone decides the next one.
 //!
-//! **Who owns an instance.** The [`Record`] is written before an instance is created, while its placement is free, and
+//! **Who owns an instance.** The [`GpuChanges`] is written before an instance is created, while its placement is free, and
 //! again with the instance's id. An instance that the record does not name belongs to somebody else: Tranche never
 //! removes it and creates nothing that overlaps with it. If it is exactly the wanted partition, with one compute
 //! instance that has all of it, Tranche uses it as it is.
@@ -118,7 +118,7 @@ pub enum Daemon {
 /// What Tranche has changed on a GPU, or is about to change. It is durable; a GPU without a record has not been changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Record {
+pub struct GpuChanges {
     /// Whether Tranche has switched MIG mode on, or is about to.
     #[serde(default)]
     pub switched_mig_on: bool,
@@ -144,7 +144,7 @@ pub struct Record {
 #[serde(rename_all = "camelCase")]
 pub struct AtVfio {
     /// The drivers that the functions of its IOMMU group had before.
-    pub drivers: vfio::Record,
+    pub drivers: vfio::VfioRecord,
     /// The GPU as its driver described it before.
     pub gpu: Gpu,
     /// The profiles into which MIG can divide it.
@@ -165,7 +165,8 @@ pub struct OwnedDaemon {
 #[serde(rename_all = "camelCase")]
 pub struct Owned {
     /// Where it is.
-    pub place: Placement,
+    #[serde(rename = "place")]
+    pub placement: Placement,
     /// Its id; absent until it was created and read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<u32>,
@@ -192,7 +193,7 @@ pub struct Instance {
     /// Its id on the GPU.
     pub id: u32,
     /// Where it is.
-    pub place: Placement,
+    pub placement: Placement,
     /// Its compute instances.
     pub compute: Vec<ComputeInstance>,
 }
@@ -212,7 +213,7 @@ pub struct ComputeInstance {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Write this record, durably.
-    Write(Record),
+    Write(GpuChanges),
     /// Change the GPU.
     Change(Change),
     /// Set the compute mode.
@@ -299,11 +300,11 @@ pub enum Obstacle {
     /// Somebody has divided an instance of Tranche.
     #[error(
         "the GPU instance {id} ({} at memory slice {}) has compute instances that Tranche did not make: remove them (`nvidia-smi mig -dci -gi {id}`)",
-        .place.profile, .place.start
+        .placement.profile, .placement.start
     )]
     Divided {
         /// Where it is.
-        place: Placement,
+        placement: Placement,
         /// Its id.
         id: u32,
     },
@@ -322,7 +323,7 @@ pub enum Obstacle {
 /// The next step that reconciles the GPU with what is wanted. `geometry` says how MIG divides it, if it has MIG.
 pub fn next(
     wanted: &Wanted,
-    record: &Record,
+    record: &GpuChanges,
     actual: &Actual,
     geometry: Option<&Geometry>,
 ) -> Result<Next, Obstacle> {
@@ -340,9 +341,9 @@ pub fn next(
     {
         return Ok(without_daemon(daemon, record, actual));
     }
-    for place in &wanted.make {
-        let geometry = geometry.ok_or(Obstacle::NoSuchPartition(*place))?;
-        if let Some(next) = towards(*place, record, actual, geometry)? {
+    for placement in &wanted.make {
+        let geometry = geometry.ok_or(Obstacle::NoSuchPartition(*placement))?;
+        if let Some(next) = towards(*placement, record, actual, geometry)? {
             return Ok(next);
         }
     }
@@ -360,8 +361,8 @@ pub fn next(
     if let Some(next) = partition_daemon::with(wanted, record, actual)? {
         return Ok(next);
     }
-    let done = wanted.make.iter().filter_map(|place| {
-        let instance = actual.at(*place)?;
+    let done = wanted.make.iter().filter_map(|placement| {
+        let instance = actual.at(*placement)?;
         let [compute] = &instance.compute[..] else {
             return None;
         };
@@ -370,19 +371,19 @@ pub fn next(
             compute: compute.id,
             uuid: compute.uuid.clone(),
         };
-        Some((*place, partition))
+        Some((*placement, partition))
     });
     Ok(Next::Done(done.collect()))
 }
 
 impl Actual {
     /// The instance at a placement.
-    fn at(&self, place: Placement) -> Option<&Instance> {
-        self.instances.iter().find(|it| it.place == place)
+    fn at(&self, placement: Placement) -> Option<&Instance> {
+        self.instances.iter().find(|it| it.placement == placement)
     }
 }
 
-impl Record {
+impl GpuChanges {
     /// Whether the record is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -400,13 +401,13 @@ impl Record {
     }
 
     /// The instance of Tranche at a placement, if it exists.
-    fn instance<'a>(&self, place: Placement, actual: &'a Actual) -> Option<&'a Instance> {
-        actual.at(place).filter(|instance| self.owns(instance))
+    fn instance<'a>(&self, placement: Placement, actual: &'a Actual) -> Option<&'a Instance> {
+        actual.at(placement).filter(|instance| self.owns(instance))
     }
 
     fn owns(&self, instance: &Instance) -> bool {
         let mut owned = self.instances.iter();
-        owned.any(|it| it.place == instance.place && it.id == Some(instance.id))
+        owned.any(|it| it.placement == instance.placement && it.id == Some(instance.id))
     }
 
     /// The record that matches the GPU's state, if it differs: with the ids of instances that were created, and without
@@ -415,22 +416,22 @@ impl Record {
         let mut corrected = self.clone();
         corrected.instances.retain(|owned| match owned.id {
             // A reboot or an administrator has removed it. An instance that is there now belongs to somebody else.
-            Some(id) => actual.at(owned.place).is_some_and(|it| it.id == id),
-            None => wanted.held.contains(&owned.place) || actual.at(owned.place).is_some(),
+            Some(id) => actual.at(owned.placement).is_some_and(|it| it.id == id),
+            None => wanted.held.contains(&owned.placement) || actual.at(owned.placement).is_some(),
         });
         for owned in &mut corrected.instances {
             // It was created, but its id was not written.
-            owned.id = owned.id.or_else(|| Some(actual.at(owned.place)?.id));
+            owned.id = owned.id.or_else(|| Some(actual.at(owned.placement)?.id));
         }
         (corrected != *self).then_some(corrected)
     }
 }
 
 /// The step that removes something of ours that is not wanted and that no MPS daemon serves.
-fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> {
+fn removal(wanted: &Wanted, record: &GpuChanges, actual: &Actual) -> Option<Change> {
     let mut ours = actual.instances.iter().filter(|it| record.owns(it));
     let instance =
-        ours.find(|it| !wanted.held.contains(&it.place) && !record.has_daemon(it.place))?;
+        ours.find(|it| !wanted.held.contains(&it.placement) && !record.has_daemon(it.placement))?;
     Some(match instance.compute.first() {
         Some(compute) => Change::DestroyComputeInstance {
             instance: instance.id,
@@ -444,70 +445,83 @@ fn removal(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Change> 
 
 /// The next step for one partition; `None` if it is ready.
 fn towards(
-    place: Placement,
-    record: &Record,
+    placement: Placement,
+    record: &GpuChanges,
     actual: &Actual,
     geometry: &Geometry,
 ) -> Result<Option<Next>, Obstacle> {
     let partition = geometry
-        .partition(place.profile, place.start)
-        .ok_or(Obstacle::NoSuchPartition(place))?;
-    if let Some(instance) = record.instance(place, actual) {
+        .partition(placement.profile, placement.start)
+        .ok_or(Obstacle::NoSuchPartition(placement))?;
+    if let Some(instance) = record.instance(placement, actual) {
         return match &instance.compute[..] {
             [] => Ok(Some(Next::Change(Change::CreateComputeInstance {
                 instance: instance.id,
             }))),
             [only] if only.slices == partition.slices.compute => Ok(None),
             _ => Err(Obstacle::Divided {
-                place,
+                placement,
                 id: instance.id,
             }),
         };
     }
     let is_whole = |it: &Instance| matches!(&it.compute[..], [only] if only.slices == partition.slices.compute);
-    if actual.at(place).is_some_and(is_whole) {
+    if actual.at(placement).is_some_and(is_whole) {
         // Somebody else created it.
         return Ok(None);
     }
-    if let Some(obstacle) = in_the_way(place, record, actual, geometry) {
+    if let Some(obstacle) = in_the_way(placement, record, actual, geometry) {
         return Err(obstacle);
     }
     if !actual.mig_mode.current {
         return switch_on(record, actual).map(Some);
     }
-    if record.instances.iter().any(|owned| owned.place == place) {
-        return Ok(Some(Next::Change(Change::CreateInstance(place))));
+    if record
+        .instances
+        .iter()
+        .any(|owned| owned.placement == placement)
+    {
+        return Ok(Some(Next::Change(Change::CreateInstance(placement))));
     }
     let mut record = record.clone();
-    record.instances.push(Owned { place, id: None });
+    record.instances.push(Owned {
+        placement,
+        id: None,
+    });
     Ok(Some(Next::Write(record)))
 }
 
 /// The reason why a partition cannot be created: instances take slices or engines that it needs.
 fn in_the_way(
-    place: Placement,
-    record: &Record,
+    placement: Placement,
+    record: &GpuChanges,
     actual: &Actual,
     geometry: &Geometry,
 ) -> Option<Obstacle> {
     // Those of others last, so that the error names the one that takes too much.
     let (ours, others): (Vec<_>, Vec<_>) = actual.instances.iter().partition(|it| record.owns(it));
-    let slices = |place: Placement| Some(geometry.partition(place.profile, place.start)?.slices);
-    let take = |left: Slices, place: Placement| left.less(slices(place)?);
-    let mut left = take(geometry.whole, place);
+    let slices = |placement: Placement| {
+        Some(
+            geometry
+                .partition(placement.profile, placement.start)?
+                .slices,
+        )
+    };
+    let take = |left: Slices, placement: Placement| left.less(slices(placement)?);
+    let mut left = take(geometry.whole, placement);
     for instance in ours {
-        left = left.and_then(|left| take(left, instance.place));
+        left = left.and_then(|left| take(left, instance.placement));
     }
     let Some(mut left) = left else {
-        return Some(Obstacle::NoRoom(place));
+        return Some(Obstacle::NoRoom(placement));
     };
     for other in others {
-        match take(left, other.place) {
+        match take(left, other.placement) {
             Some(less) => left = less,
             None => {
                 return Some(Obstacle::Foreign {
-                    wanted: place,
-                    other: other.place,
+                    wanted: placement,
+                    other: other.placement,
                     id: other.id,
                 });
             }
@@ -516,21 +530,21 @@ fn in_the_way(
     None
 }
 
-fn switch_on(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
+fn switch_on(record: &GpuChanges, actual: &Actual) -> Result<Next, Obstacle> {
     if actual.mig_mode.pending {
         return Err(Obstacle::NeedsReset);
     }
     if record.switched_mig_on {
         return Ok(Next::Change(Change::SwitchMigMode { on: true }));
     }
-    Ok(Next::Write(Record {
+    Ok(Next::Write(GpuChanges {
         switched_mig_on: true,
         ..record.clone()
     }))
 }
 
 /// Switches MIG mode off again, unless somebody else uses it.
-fn restore_mode(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
+fn restore_mode(record: &GpuChanges, actual: &Actual) -> Result<Next, Obstacle> {
     let is_used = !actual.instances.is_empty();
     if actual.mig_mode.current && !is_used {
         if !actual.mig_mode.pending {
@@ -538,19 +552,19 @@ fn restore_mode(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
         }
         return Ok(Next::Change(Change::SwitchMigMode { on: false }));
     }
-    Ok(Next::Write(Record {
+    Ok(Next::Write(GpuChanges {
         switched_mig_on: false,
         ..record.clone()
     }))
 }
 
 /// The next step to start an MPS daemon; `None` if it answers.
-fn with_daemon(record: &Record, actual: &Actual) -> Result<Option<Next>, Obstacle> {
+fn with_daemon(record: &GpuChanges, actual: &Actual) -> Result<Option<Next>, Obstacle> {
     if actual.compute_mode == ComputeMode::Prohibited {
         return Err(Obstacle::Prohibited);
     }
     if record.mps.is_none() {
-        return Ok(Some(Next::Write(Record {
+        return Ok(Some(Next::Write(GpuChanges {
             mps: Some(OwnedDaemon {
                 compute_mode_before: actual.compute_mode,
             }),
@@ -565,7 +579,7 @@ fn with_daemon(record: &Record, actual: &Actual) -> Result<Option<Next>, Obstacl
 }
 
 /// The next step to end an MPS daemon of Tranche.
-fn without_daemon(daemon: OwnedDaemon, record: &Record, actual: &Actual) -> Next {
+fn without_daemon(daemon: OwnedDaemon, record: &GpuChanges, actual: &Actual) -> Next {
     if actual.daemon != Daemon::Ended {
         return Next::EndDaemon(Served::Gpu);
     }
@@ -575,7 +589,7 @@ fn without_daemon(daemon: OwnedDaemon, record: &Record, actual: &Actual) -> Next
     if is_ours && before != ComputeMode::ExclusiveProcess {
         return Next::SetComputeMode(before);
     }
-    Next::Write(Record {
+    Next::Write(GpuChanges {
         mps: None,
         ..record.clone()
     })

@@ -29,7 +29,7 @@ const MIN_READER: u64 = 1;
 /// covers all steps.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Record {
+pub struct ClaimRecord {
     version: u64,
     min_reader: u64,
     /// When the claim got its devices; `None` if that is not recorded.
@@ -48,13 +48,13 @@ pub struct GpuRecord {
     /// `GPU-…`.
     pub gpu_uuid: String,
     /// The changes.
-    pub changes: gpu_state::Record,
+    pub changes: gpu_state::GpuChanges,
 }
 
 impl GpuRecord {
     /// A record of this version.
     #[must_use]
-    pub const fn new(gpu_uuid: String, changes: gpu_state::Record) -> Self {
+    pub const fn new(gpu_uuid: String, changes: gpu_state::GpuChanges) -> Self {
         Self {
             version: VERSION,
             min_reader: MIN_READER,
@@ -109,7 +109,7 @@ struct Envelope {
     min_reader: u64,
 }
 
-impl Record {
+impl ClaimRecord {
     /// A record of this version, of a claim that has had its devices since `since`.
     #[must_use]
     pub fn new(plan: PreparationPlan, since: Option<Moment>) -> Self {

@@ -8,7 +8,7 @@
 //!
 //!  ResourceClaim ──► claim ─────┬─► preparation::plan ─► PreparationPlan  (kubelet-plugin executes it)
 //!  GPUs as NVML sees them now ──┘            │
-//!                                            ├─► journal::Record ► the plan and how far it got
+//!                                            ├─► journal::ClaimRecord ► the plan and how far it got
 //!                                            ├─► gpu_state ──► what a GPU needs for all its claims
 //!                                            ├─► audit ──► who had what from when to when
 //!                                            └─► claim_spec, metadata ──► the claim's CDI spec, what its containers can read

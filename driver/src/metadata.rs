@@ -114,7 +114,7 @@ fn attributes(device: &PreparedDevice) -> BTreeMap<&'static str, Value> {
             (attribute::PARENT_UUID, text(&device.gpu_uuid)),
             (
                 attribute::PROFILE,
-                text(&partition.place.profile.to_string()),
+                text(&partition.placement.profile.to_string()),
             ),
         ]);
         if let Some(mig) = &partition.mig {

@@ -97,7 +97,8 @@ pub struct PreparedDevice {
 #[serde(rename_all = "camelCase")]
 pub struct HeldPartition {
     /// Its placement.
-    pub place: Placement,
+    #[serde(rename = "place")]
+    pub placement: Placement,
     /// The MIG device when the claim was last prepared; absent until then.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mig: Option<MigDevice>,
@@ -401,12 +402,12 @@ impl PreparationPlan {
         mut self,
         gpu_uuid: &str,
         minor: Option<u32>,
-        of_place: impl Fn(Placement) -> Option<MigDevice>,
+        of_placement: impl Fn(Placement) -> Option<MigDevice>,
     ) -> Self {
         for device in self.devices.iter_mut().filter(|it| it.gpu_uuid == gpu_uuid) {
             device.minor = minor.unwrap_or(device.minor);
             if let Some(partition) = &mut device.partition {
-                partition.mig = of_place(partition.place);
+                partition.mig = of_placement(partition.placement);
             }
         }
         self
@@ -437,9 +438,9 @@ pub fn held_of<'a>(
     for device in devices.filter(|device| device.gpu_uuid == gpu_uuid) {
         match &device.partition {
             Some(partition) => {
-                all.partitions.insert(partition.place);
+                all.partitions.insert(partition.placement);
                 if device.cap.is_mps() {
-                    all.partition_daemons.insert(partition.place);
+                    all.partition_daemons.insert(partition.placement);
                 }
             }
             None => all.mps |= device.cap.is_mps(),
@@ -525,12 +526,12 @@ pub enum PreparationProblem {
         available: u64,
     },
     /// The model has no such partition.
-    #[error("GPU {uuid} has no {} at memory slice {}: delete the claim's pods to have another device allocated", place.profile, place.start)]
+    #[error("GPU {uuid} has no {} at memory slice {}: delete the claim's pods to have another device allocated", placement.profile, placement.start)]
     NoSuchPartition {
         /// The GPU.
         uuid: String,
         /// The partition.
-        place: Placement,
+        placement: Placement,
     },
     /// The driver does not report how MIG divides the GPU.
     #[error(
@@ -707,7 +708,7 @@ fn prepare(
     };
     if cap.on_gpu() > available {
         return Err(PreparationProblem::TooMuchMemory {
-            of: partition.as_ref().map(|it| it.place),
+            of: partition.as_ref().map(|it| it.placement),
             uuid: gpu.uuid.clone(),
             asked: cap.on_gpu(),
             available,
@@ -753,22 +754,25 @@ fn held_partition(
     gpu: &Gpu,
     inventory: &Inventory,
 ) -> Result<Option<(HeldPartition, Geometry, u64)>, PreparationProblem> {
-    let (Some(place), false) = (
-        allocated.device.place(),
+    let (Some(placement), false) = (
+        allocated.device.placement(),
         matches!(allocated.grant, Grant::Admin { .. }),
     ) else {
         return Ok(None);
     };
     let geometry = geometry(gpu, inventory)?;
     let partition = geometry
-        .partition(place.profile, place.start)
+        .partition(placement.profile, placement.start)
         .ok_or_else(|| PreparationProblem::NoSuchPartition {
             uuid: gpu.uuid.clone(),
-            place,
+            placement,
         })?;
     let available = partition.available_memory();
     Ok(Some((
-        HeldPartition { place, mig: None },
+        HeldPartition {
+            placement,
+            mig: None,
+        },
         geometry,
         available,
     )))

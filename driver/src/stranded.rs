@@ -76,13 +76,13 @@ pub fn of_partitions(
 /// What the partitions `held` leave of a GPU.
 pub fn free_beside(geometry: &Geometry, held: &BTreeSet<Placement>) -> Result<Slices, HeldError> {
     let mut free = geometry.whole;
-    for place in held {
+    for placement in held {
         let partition = geometry
-            .partition(place.profile, place.start)
-            .ok_or(HeldError::NoPartition(*place))?;
+            .partition(placement.profile, placement.start)
+            .ok_or(HeldError::NoPartition(*placement))?;
         free = free
             .less(partition.slices)
-            .ok_or(HeldError::DoesNotFit(*place))?;
+            .ok_or(HeldError::DoesNotFit(*placement))?;
     }
     Ok(free)
 }

@@ -14,7 +14,7 @@
 //! bound to VFIO, or to no driver, or are bridges. A GPU's own other functions (audio, USB) are bound with it. Where the group has a
 //! function of another device, the GPU is refused: its owner did not give that device away.
 //!
-//! **The way back.** The [`Record`] names the driver of each function before the first one is unbound. A function is
+//! **The way back.** The [`VfioRecord`] names the driver of each function before the first one is unbound. A function is
 //! given back only from `vfio-pci`, and only if Tranche recorded it: what an administrator has bound to VFIO stays
 //! there. A record is valid for one boot: after a reboot the kernel has bound every function to its own driver, and the
 //! record is dropped.
@@ -101,7 +101,7 @@ impl fmt::Display for User {
 /// What Tranche has changed, or is about to change. Durable.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Record {
+pub struct VfioRecord {
     /// The boot in which it was written.
     pub boot: String,
     /// The functions that are bound to VFIO, by their addresses.
@@ -135,7 +135,7 @@ pub enum Change {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
     /// Write this record, durably; `None` removes it.
-    Write(Option<Record>),
+    Write(Option<VfioRecord>),
     /// Write to sysfs.
     Change(Change),
     /// The group is as wanted.
@@ -191,7 +191,7 @@ pub enum Obstacle {
 }
 
 /// The next step that reconciles a GPU's group: to VFIO, or, if it is not wanted there, back to its earlier drivers.
-pub fn next(wanted: bool, record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
+pub fn next(wanted: bool, record: Option<&VfioRecord>, actual: &Actual) -> Result<Next, Obstacle> {
     if record.is_some_and(|record| record.boot != actual.boot) {
         return Ok(Next::Write(None));
     }
@@ -202,7 +202,7 @@ pub fn next(wanted: bool, record: Option<&Record>, actual: &Actual) -> Result<Ne
     }
 }
 
-fn towards(record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
+fn towards(record: Option<&VfioRecord>, actual: &Actual) -> Result<Next, Obstacle> {
     let members = members(actual)?;
     let Some(record) = record else {
         // Checked before anything is recorded, so that a refusal leaves nothing.
@@ -211,7 +211,7 @@ fn towards(record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
         }
         unused(actual)?;
         let former = |it: &&Function| (it.address.to_string(), it.former());
-        return Ok(Next::Write(Some(Record {
+        return Ok(Next::Write(Some(VfioRecord {
             boot: actual.boot.clone(),
             functions: members.iter().map(former).collect(),
         })));
@@ -246,7 +246,7 @@ fn towards(record: Option<&Record>, actual: &Actual) -> Result<Next, Obstacle> {
     Ok(Next::Done)
 }
 
-fn back(record: &Record, actual: &Actual) -> Result<Next, Obstacle> {
+fn back(record: &VfioRecord, actual: &Actual) -> Result<Next, Obstacle> {
     for function in &actual.functions {
         let Some(former) = record.functions.get(&function.address.to_string()) else {
             continue;

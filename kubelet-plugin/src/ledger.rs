@@ -18,7 +18,7 @@ use tokio::sync::watch;
 use tranche_api::Tier;
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::claim::Allocation;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::moment::Moment;
 use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of, wanted_time_slices};
 
@@ -42,10 +42,10 @@ pub type Refused = BTreeMap<String, Arc<str>>;
 #[derive(Clone, Debug)]
 enum Entry {
     /// Planned, and being carried out.
-    Reserved(Arc<Record>),
-    Held(Arc<Record>),
+    Reserved(Arc<ClaimRecord>),
+    Held(Arc<ClaimRecord>),
     /// Being released: it still counts as held, but needs nothing of its GPUs any more.
-    Releasing(Arc<Record>),
+    Releasing(Arc<ClaimRecord>),
     /// The journal cannot be read.
     Refused(Arc<Refusal>),
 }
@@ -91,9 +91,9 @@ impl Entry {
 #[derive(Debug)]
 pub enum Booking {
     /// The record that it has: the allocation is the prepared one.
-    Kept(Arc<Record>),
+    Kept(Arc<ClaimRecord>),
     /// The record that must be released first: the claim was allocated again.
-    Moved(Arc<Record>),
+    Moved(Arc<ClaimRecord>),
     New(Reservation),
 }
 
@@ -101,14 +101,14 @@ pub enum Booking {
 #[derive(Debug)]
 pub struct Reservation {
     ledger: Arc<Ledger>,
-    record: Arc<Record>,
+    record: Arc<ClaimRecord>,
     held: bool,
 }
 
 impl Reservation {
     /// The record to carry out.
     #[must_use]
-    pub fn record(&self) -> &Record {
+    pub fn record(&self) -> &ClaimRecord {
         &self.record
     }
 
@@ -123,7 +123,7 @@ impl Reservation {
 
     /// Turns the reservation into a held claim.
     #[expect(clippy::must_use_candidate)]
-    pub fn hold(mut self) -> Arc<Record> {
+    pub fn hold(mut self) -> Arc<ClaimRecord> {
         self.held = true;
         let uid = self.record.plan.allocation.uid.clone();
         let entry = Entry::Held(Arc::clone(&self.record));
@@ -163,7 +163,7 @@ impl Ledger {
     }
 
     /// The record of a claim; an error if its journal cannot be read.
-    pub fn get(&self, uid: &str) -> Result<Option<Arc<Record>>, Arc<str>> {
+    pub fn get(&self, uid: &str) -> Result<Option<Arc<ClaimRecord>>, Arc<str>> {
         match self.claims().get(uid) {
             None | Some(Entry::Reserved(_)) => Ok(None),
             Some(Entry::Held(record) | Entry::Releasing(record)) => Ok(Some(Arc::clone(record))),
@@ -173,7 +173,11 @@ impl Ledger {
 
     /// Reads a claim's journal again if it could not be read: the file may have been repaired or
     /// deleted since. The caller holds the claim's lock.
-    pub fn reload(&self, uid: &str, load: impl FnOnce() -> Result<Option<Record>, StoreError>) {
+    pub fn reload(
+        &self,
+        uid: &str,
+        load: impl FnOnce() -> Result<Option<ClaimRecord>, StoreError>,
+    ) {
         if self.get(uid).is_ok() {
             return;
         }
@@ -191,7 +195,7 @@ impl Ledger {
     }
 
     #[must_use]
-    pub fn held(&self) -> Vec<Arc<Record>> {
+    pub fn held(&self) -> Vec<Arc<ClaimRecord>> {
         self.claims()
             .values()
             .filter_map(|entry| match entry {
@@ -289,7 +293,7 @@ impl Ledger {
         if let Some(taken) = claims.iter().find_map(|entry| may_be_held(&plan, entry)) {
             return Err(taken.into());
         }
-        let record = Arc::new(Record::new(plan, Some(now)));
+        let record = Arc::new(ClaimRecord::new(plan, Some(now)));
         let entry = Entry::Reserved(Arc::clone(&record));
         claims.insert(allocation.uid.clone(), entry);
         Ok(Booking::New(Reservation {
@@ -300,7 +304,7 @@ impl Ledger {
     }
 
     /// Replaces the record of a held claim. The caller holds the claim's lock.
-    pub fn replace(&self, record: Arc<Record>) {
+    pub fn replace(&self, record: Arc<ClaimRecord>) {
         let uid = record.plan.allocation.uid.clone();
         self.claims().insert(uid, Entry::Held(record));
     }

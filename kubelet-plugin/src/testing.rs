@@ -20,7 +20,7 @@ use tranche_driver::audit::{Ended, Event, Line};
 use tranche_driver::cdi::driver_spec;
 use tranche_driver::competing_drivers;
 use tranche_driver::competing_drivers::Verdict;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_serving::Clock;
 
 use self::api::FakeApi;
@@ -111,7 +111,7 @@ pub struct Reports {
 }
 
 impl Reporter for Reports {
-    fn prepared(&self, record: &Arc<Record>) {
+    fn prepared(&self, record: &Arc<ClaimRecord>) {
         let uid = record.plan.allocation.uid.clone();
         self.prepared.lock().unwrap().push(uid);
     }
@@ -141,14 +141,14 @@ fn main_of(pod: &str) -> Container {
 
 impl KubeletList {
     /// A kubelet that lists all of these, each for its pod.
-    pub fn of(records: &[Arc<Record>]) -> Self {
+    pub fn of(records: &[Arc<ClaimRecord>]) -> Self {
         let listing = Self::default();
         listing.lists(records);
         listing
     }
 
-    pub fn lists(&self, records: &[Arc<Record>]) {
-        let of = |record: &Arc<Record>| {
+    pub fn lists(&self, records: &[Arc<ClaimRecord>]) {
+        let of = |record: &Arc<ClaimRecord>| {
             let pod = format!("pod-of-{}", record.plan.allocation.name);
             let ids = record.plan.devices.iter().map(|d| d.cdi_ids[0].clone());
             ids.map(|id| (id, main_of(&pod))).collect::<Vec<_>>()
@@ -157,7 +157,7 @@ impl KubeletList {
     }
 
     /// Lists all of these for one pod.
-    pub fn lists_pod(&self, records: &[Arc<Record>], pod: &str) {
+    pub fn lists_pod(&self, records: &[Arc<ClaimRecord>], pod: &str) {
         let devices = records.iter().flat_map(|record| &record.plan.devices);
         let pairs = devices.map(|device| (device.cdi_ids[0].clone(), main_of(pod)));
         *self.0.lock().unwrap() = Some(pairs.collect());
@@ -323,7 +323,7 @@ impl World {
     }
 
     /// Prepares a claim in a process that ends afterwards.
-    pub async fn prepare(&self, claim: &str) -> Arc<Record> {
+    pub async fn prepare(&self, claim: &str) -> Arc<ClaimRecord> {
         let plugin = self.start();
         plugin.preparer.prepare(&claim_ref(claim)).await.unwrap()
     }
@@ -407,7 +407,7 @@ impl World {
     }
 
     /// Starts a process of a container that has the claim's first device.
-    pub fn run_in_container(&self, record: &Record, pid: u32) {
+    pub fn run_in_container(&self, record: &ClaimRecord, pid: u32) {
         let key = &record.plan.devices[0].key;
         let folder = self.proc().join(pid.to_string());
         std::fs::create_dir_all(folder.join("ns")).unwrap();

@@ -69,7 +69,7 @@ fn at<T>(path: &Path, result: io::Result<T>) -> Result<T, DaemonError> {
 /// What a restarted supervisor knows of a daemon. It is written before the process is started.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
-pub struct Record {
+pub struct DaemonRecord {
     pub limits: Limits,
     /// Its process, once there is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -90,7 +90,7 @@ pub struct Process {
     pub control: PathBuf,
 }
 
-impl Record {
+impl DaemonRecord {
     /// Reads the record; `None` if there is none.
     pub fn read(files: &Files) -> Result<Option<Self>, DaemonError> {
         let path = files.record();

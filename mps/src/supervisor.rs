@@ -12,7 +12,9 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tracing::{info, warn};
 use tranche_node::root::DriverRoot;
 
-use crate::daemon::{DaemonError, Record, Running, make_folders, remove_folders, shorten_log};
+use crate::daemon::{
+    DaemonError, DaemonRecord, Running, make_folders, remove_folders, shorten_log,
+};
 use crate::layout::{DeviceId, Files};
 use crate::limits::{LimitError, Limits};
 use crate::programs::{self, ProgramsError};
@@ -83,7 +85,7 @@ impl Supervisor {
         };
         for device in folders(&supervisor.node.folder)? {
             let files = Files::of(&supervisor.node.folder, &device);
-            match Record::read(&files) {
+            match DaemonRecord::read(&files) {
                 Ok(Some(record)) => {
                     supervisor.task(&device, Some(record));
                 }
@@ -128,7 +130,7 @@ impl Supervisor {
         states.flatten().collect()
     }
 
-    fn task(&self, device: &DeviceId, record: Option<Record>) -> Task {
+    fn task(&self, device: &DeviceId, record: Option<DaemonRecord>) -> Task {
         let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
         let new = || {
             let (orders, incoming) = mpsc::channel(16);
@@ -192,7 +194,7 @@ struct Keeper {
 }
 
 impl Keeper {
-    async fn run(mut self, record: Option<Record>, mut orders: mpsc::Receiver<Order>) {
+    async fn run(mut self, record: Option<DaemonRecord>, mut orders: mpsc::Receiver<Order>) {
         if let Some(record) = record {
             self.take_over(record);
         }
@@ -221,7 +223,7 @@ impl Keeper {
     }
 
     /// Takes over from an earlier supervisor.
-    fn take_over(&mut self, record: Record) {
+    fn take_over(&mut self, record: DaemonRecord) {
         self.wanted = Some(record.limits);
         self.running = record
             .process
@@ -389,7 +391,7 @@ impl Keeper {
         let Some(limits) = self.wanted else {
             return Ok(());
         };
-        Record {
+        DaemonRecord {
             limits,
             process: self.running.as_ref().map(|daemon| daemon.process().clone()),
         }

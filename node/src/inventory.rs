@@ -224,7 +224,7 @@ mod tests {
         let whole = testing::h100(4);
         let all = inventory(&whole, Path::new("/nowhere"));
         let at_vfio = |gpu: &Gpu| AtVfio {
-            drivers: tranche_driver::vfio::Record::default(),
+            drivers: tranche_driver::vfio::VfioRecord::default(),
             gpu: gpu.clone(),
             mig_profiles: Vec::new(),
         };

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use tranche_api::PciAddress;
 use tranche_api::gpu_node::GpuVfio;
 use tranche_driver::vfio::{
-    Actual, Change, Function, Next, Obstacle, Record, User, VFIO_DRIVER, next, obstacle,
+    Actual, Change, Function, Next, Obstacle, User, VFIO_DRIVER, VfioRecord, next, obstacle,
 };
 
 /// How long a write may take to show its effect: NVIDIA's driver needs seconds to start or stop a GPU.
@@ -348,8 +348,8 @@ pub fn reconcile<E: From<ReconcileError>>(
     groups: &dyn Groups,
     gpu: (PciAddress, Option<u32>),
     wanted: bool,
-    mut record: Option<Record>,
-    write: &mut dyn FnMut(Option<&Record>) -> Result<(), E>,
+    mut record: Option<VfioRecord>,
+    write: &mut dyn FnMut(Option<&VfioRecord>) -> Result<(), E>,
 ) -> Result<Actual, E> {
     for _ in 0..MOST_STEPS {
         let actual = groups.read(gpu.0, gpu.1).map_err(ReconcileError::Vfio)?;

@@ -15,7 +15,7 @@ use tranche_api::mig::MigInstance;
 use tranche_api::tier::Tier;
 use tranche_api::vgpu::VgpuRole;
 use tranche_api::withheld::reason;
-use tranche_driver::gpu_state::{Placement, Record};
+use tranche_driver::gpu_state::{GpuChanges, Placement};
 
 use crate::nvml::{BrokenGpu, Description, GpuDescription, NvmlError};
 
@@ -46,7 +46,7 @@ impl KnownGpus {
     pub fn at_rest(
         &mut self,
         mut description: Description,
-        ours: &BTreeMap<String, Record>,
+        ours: &BTreeMap<String, GpuChanges>,
     ) -> Description {
         for gpu in &mut description.gpus {
             if gpu.mig_mode.current {
@@ -121,12 +121,12 @@ impl WholeGpu {
 }
 
 /// Whether the record names the instance. An instance that is about to be created has no id there yet.
-fn is_ours(record: &Record, instance: &MigInstance) -> bool {
-    let Some(place) = Placement::of(instance) else {
+fn is_ours(record: &GpuChanges, instance: &MigInstance) -> bool {
+    let Some(placement) = Placement::of(instance) else {
         return false;
     };
     let mut owned = record.instances.iter();
-    owned.any(|it| it.place == place && it.id.is_none_or(|id| id == instance.id))
+    owned.any(|it| it.placement == placement && it.id.is_none_or(|id| id == instance.id))
 }
 
 fn in_mig_mode(gpu: &GpuDescription) -> Option<WithheldGpu> {
@@ -286,7 +286,7 @@ mod tests {
     fn owned(start: u8, id: Option<u32>) -> Owned {
         let profile = "1g.10gb".parse().unwrap();
         Owned {
-            place: Placement { start, profile },
+            placement: Placement { start, profile },
             id,
         }
     }
@@ -306,10 +306,10 @@ mod tests {
         let gpu = &mut description.gpus[0];
         gpu.mig_mode = ON;
         gpu.mig_instances = instances.to_vec();
-        let record = Record {
+        let record = GpuChanges {
             switched_mig_on: switched,
             instances: owned.to_vec(),
-            ..Record::default()
+            ..GpuChanges::default()
         };
         let ours = BTreeMap::from([(gpu.uuid.clone(), record)]);
         KnownGpus::default()

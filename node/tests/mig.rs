@@ -201,7 +201,7 @@ fn a_partition_is_made_used_and_removed() {
     let instance = state().instances[0].id;
     change(Change::CreateComputeInstance { instance }).unwrap();
     let made = state().instances;
-    assert_eq!((made.len(), made[0].place), (1, place(2, "1g.10gb")));
+    assert_eq!((made.len(), made[0].placement), (1, place(2, "1g.10gb")));
     let [compute] = &made[0].compute[..] else {
         panic!("{made:?}");
     };

@@ -58,3 +58,49 @@ async fn readyz(State(health): State<Health>) -> (StatusCode, &'static str) {
     }
     (StatusCode::OK, "ok")
 }
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+    use futures::future::BoxFuture;
+    use http::Request;
+    use tower::ServiceExt as _;
+    use tranche_node_usage::reader::Scrape;
+    use tranche_node_usage::{Plugins, Reader};
+
+    use super::*;
+    use crate::front_proxy::Trust;
+    use crate::front_proxy::testing::Authority;
+
+    struct Nobody;
+
+    impl Scrape for Nobody {
+        fn scrape(&self, _: SocketAddr) -> BoxFuture<'_, Result<bytes::Bytes, String>> {
+            Box::pin(async { Err("nobody asks a node for health".to_owned()) })
+        }
+    }
+
+    async fn answer(path: &str, trusts: bool, plugins: Plugins) -> StatusCode {
+        let trust = trusts.then(|| Arc::new(Trust::new(&Authority::new().config_map()).unwrap()));
+        let health = Health {
+            trust: Arc::new(std::sync::Mutex::new(trust)),
+            nodes: Arc::new(Nodes::new(Reader::new(plugins, Nobody))),
+        };
+        let request = Request::get(path).body(Body::empty()).unwrap();
+        router(health).oneshot(request).await.unwrap().status()
+    }
+
+    #[tokio::test]
+    async fn a_replica_is_ready_once_it_knows_whom_and_what_to_ask() {
+        let listed = || Plugins::fixed([]);
+        for (trusts, plugins, ready) in [
+            (false, Plugins::default(), false),
+            (true, Plugins::default(), false),
+            (false, listed(), false),
+            (true, listed(), true),
+        ] {
+            assert_eq!(answer("/healthz", trusts, plugins.clone()).await, 200);
+            assert_eq!(answer("/readyz", trusts, plugins).await == 200, ready);
+        }
+    }
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"time"
 
 	v1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -144,7 +145,9 @@ func (c *cluster) allocate(ctx context.Context, request *allocateRequest) ([]all
 	if err != nil {
 		return nil, "", err
 	}
-	// Filter
+	// Filter: kube-scheduler gives up on a node after 10 seconds by the wall. A machine that stands still has more.
+	ctx, cancel := context.WithTimeoutCause(ctx, 2*time.Minute, errors.New("the allocator did not end within two minutes"))
+	defer cancel()
 	results, err := allocator.Allocate(ctx, c.node, claims)
 	if errors.Is(err, structured.ErrFailedAllocationOnNode) {
 		return nil, err.Error(), nil

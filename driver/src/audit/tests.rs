@@ -22,10 +22,10 @@ fn two_devices(name: &str) -> Allocation {
     allocation(name, &[capped("20Gi", "25"), whole])
 }
 
-fn record(name: &str, since: Option<u32>) -> Record {
+fn record(name: &str, since: Option<u32>) -> ClaimRecord {
     let inventory = inventory(vec![gpu(0), gpu(1)]);
     let plan = plan(&two_devices(name), &inventory, []).unwrap();
-    Record::new(plan, since.map(moment))
+    ClaimRecord::new(plan, since.map(moment))
 }
 
 fn pods(names: &[&str]) -> BTreeSet<Pod> {
@@ -203,7 +203,7 @@ fn a_new_grant_of_a_claim_is_told_from_its_last_one() {
 }
 
 /// The grants that a journal describes.
-fn grants_of(record: &Record) -> Vec<String> {
+fn grants_of(record: &ClaimRecord) -> Vec<String> {
     let devices = record.plan.devices.iter();
     devices
         .map(|device| Grant::new(record, device).grant)
@@ -240,7 +240,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 struct Node {
     trail: Trail,
     /// The journals, and whether the end of each has begun.
-    journals: BTreeMap<usize, Record>,
+    journals: BTreeMap<usize, ClaimRecord>,
     /// The current file.
     file: Vec<Line>,
     /// All lines that were ever written, without repetitions at the beginning of files.
@@ -275,7 +275,7 @@ impl Node {
         let now = moment(nth);
         match step {
             Step::Prepare(claim) => {
-                let is_undone = |record: &Record| self.trail.is_released(record);
+                let is_undone = |record: &ClaimRecord| self.trail.is_released(record);
                 if self.journals.get(&claim).is_some_and(is_undone) {
                     self.step(Step::RemoveJournal(claim), nth, written);
                 }

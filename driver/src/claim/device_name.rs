@@ -159,7 +159,7 @@ impl DeviceName {
     /// partition.
     #[must_use]
     pub const fn gpu_tier(self) -> Tier {
-        match self.place() {
+        match self.placement() {
             Some(_) => Tier::Partition,
             None => self.tier(),
         }
@@ -167,7 +167,7 @@ impl DeviceName {
 
     /// The partition that the device is, or is shares of.
     #[must_use]
-    pub const fn place(self) -> Option<Placement> {
+    pub const fn placement(self) -> Option<Placement> {
         match self {
             Self::Partition { profile, start, .. }
             | Self::SharedPartition { profile, start, .. } => Some(Placement { start, profile }),

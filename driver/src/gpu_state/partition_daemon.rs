@@ -7,7 +7,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Actual, ComputeMode, Daemon, Next, Obstacle, Placement, Record, Served, Wanted, WantedDaemon,
+    Actual, ComputeMode, Daemon, GpuChanges, Next, Obstacle, Placement, Served, Wanted,
+    WantedDaemon,
 };
 
 /// An MPS daemon of Tranche that serves a partition.
@@ -15,18 +16,19 @@ use super::{
 #[serde(rename_all = "camelCase")]
 pub struct PartitionDaemon {
     /// The partition.
-    pub place: Placement,
+    #[serde(rename = "place")]
+    pub placement: Placement,
     /// The UUID of the MIG device that the partition had when the daemon was requested.
     pub uuid: String,
 }
 
 /// The next step to end a daemon that is no longer wanted, or that serves a MIG device that is gone. A daemon that does not end
 /// stays in the record.
-pub(super) fn without(wanted: &Wanted, record: &Record, actual: &Actual) -> Option<Next> {
+pub(super) fn without(wanted: &Wanted, record: &GpuChanges, actual: &Actual) -> Option<Next> {
     let mut daemons = record.partition_daemons.iter();
     let daemon = daemons.find(|daemon| {
-        let is_wanted = wanted.partition_daemons.contains_key(&daemon.place);
-        let is_there = actual.mig_uuid(daemon.place) == Some(&daemon.uuid);
+        let is_wanted = wanted.partition_daemons.contains_key(&daemon.placement);
+        let is_there = actual.mig_uuid(daemon.placement) == Some(&daemon.uuid);
         !(is_wanted && is_there) && actual.partition_daemon(&daemon.uuid) != Daemon::Stuck
     })?;
     if actual.partition_daemon(&daemon.uuid) != Daemon::Ended {
@@ -41,22 +43,22 @@ pub(super) fn without(wanted: &Wanted, record: &Record, actual: &Actual) -> Opti
 /// The next step to start the daemons that are needed now; `None` if all of them answer. Their partitions exist.
 pub(super) fn with(
     wanted: &Wanted,
-    record: &Record,
+    record: &GpuChanges,
     actual: &Actual,
 ) -> Result<Option<Next>, Obstacle> {
     let needed = wanted
         .partition_daemons
         .iter()
         .filter(|(_, daemon)| **daemon == WantedDaemon::Ready);
-    for (&place, _) in needed {
+    for (&placement, _) in needed {
         if actual.compute_mode == ComputeMode::Prohibited {
             return Err(Obstacle::Prohibited);
         }
         let uuid = actual
-            .mig_uuid(place)
-            .ok_or(Obstacle::NoSuchPartition(place))?;
+            .mig_uuid(placement)
+            .ok_or(Obstacle::NoSuchPartition(placement))?;
         let daemon = PartitionDaemon {
-            place,
+            placement,
             uuid: uuid.clone(),
         };
         if !record.partition_daemons.contains(&daemon) {
@@ -73,8 +75,8 @@ pub(super) fn with(
 
 impl Actual {
     /// The UUID of the MIG device that has all of the instance at a placement.
-    fn mig_uuid(&self, place: Placement) -> Option<&String> {
-        match &self.at(place)?.compute[..] {
+    fn mig_uuid(&self, placement: Placement) -> Option<&String> {
+        match &self.at(placement)?.compute[..] {
             [only] => Some(&only.uuid),
             _ => None,
         }
@@ -88,9 +90,11 @@ impl Actual {
     }
 }
 
-impl Record {
+impl GpuChanges {
     /// Whether a daemon serves the partition, so that it cannot be removed.
-    pub(super) fn has_daemon(&self, place: Placement) -> bool {
-        self.partition_daemons.iter().any(|it| it.place == place)
+    pub(super) fn has_daemon(&self, placement: Placement) -> bool {
+        self.partition_daemons
+            .iter()
+            .any(|it| it.placement == placement)
     }
 }

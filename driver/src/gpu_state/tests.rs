@@ -8,7 +8,7 @@ use crate::mig::tables;
 struct Machine {
     geometry: Geometry,
     actual: Actual,
-    record: Record,
+    record: GpuChanges,
     ids: u32,
     /// The ids of instances that an administrator created.
     foreign: BTreeSet<u32>,
@@ -21,7 +21,7 @@ struct Machine {
     steps: usize,
 }
 
-fn place(text: &str) -> Placement {
+fn placement(text: &str) -> Placement {
     let (profile, start) = text.split_once('@').unwrap();
     Placement {
         profile: profile.parse().unwrap(),
@@ -30,10 +30,10 @@ fn place(text: &str) -> Placement {
 }
 
 fn wanted(text: &str) -> Wanted {
-    let places: BTreeSet<Placement> = text.split_whitespace().map(place).collect();
+    let placements: BTreeSet<Placement> = text.split_whitespace().map(placement).collect();
     Wanted {
-        held: places.clone(),
-        make: places,
+        held: placements.clone(),
+        make: placements,
         ..Wanted::default()
     }
 }
@@ -43,7 +43,7 @@ impl Machine {
         Self {
             geometry: Geometry::read(&tables::h100(&["GPU"])).unwrap(),
             actual: Actual::default(),
-            record: Record::default(),
+            record: GpuChanges::default(),
             ids: 0,
             foreign: BTreeSet::new(),
             has_daemon: false,
@@ -53,32 +53,32 @@ impl Machine {
         }
     }
 
-    fn is_free(&self, place: Placement) -> bool {
-        let slices = |place: Placement| {
-            let partition = self.geometry.partition(place.profile, place.start);
+    fn is_free(&self, placement: Placement) -> bool {
+        let slices = |placement: Placement| {
+            let partition = self.geometry.partition(placement.profile, placement.start);
             partition.map(|partition| partition.slices)
         };
-        let places = self.actual.instances.iter().map(|it| it.place);
+        let placements = self.actual.instances.iter().map(|it| it.placement);
         let mut left = Some(self.geometry.whole);
-        for place in places.chain([place]) {
+        for placement in placements.chain([placement]) {
             left = left
-                .zip(slices(place))
+                .zip(slices(placement))
                 .and_then(|(left, taken)| left.less(taken));
         }
         left.is_some()
     }
 
-    fn make(&mut self, place: Placement) -> u32 {
+    fn make(&mut self, placement: Placement) -> u32 {
         assert!(self.actual.mig_mode.current, "MIG mode is off");
         assert!(
-            self.is_free(place),
-            "{place:?} is not free: {:?}",
+            self.is_free(placement),
+            "{placement:?} is not free: {:?}",
             self.actual
         );
         self.ids += 1;
         self.actual.instances.push(Instance {
             id: self.ids,
-            place,
+            placement,
             compute: Vec::new(),
         });
         self.ids
@@ -99,11 +99,11 @@ impl Machine {
                     pending: on,
                 };
             }
-            Change::CreateInstance(place) => {
-                self.make(place);
+            Change::CreateInstance(placement) => {
+                self.make(placement);
             }
             Change::CreateComputeInstance { instance } => {
-                let slices = self.instance(instance).place.profile.compute_slices;
+                let slices = self.instance(instance).placement.profile.compute_slices;
                 self.instance(instance).compute.push(ComputeInstance {
                     id: 0,
                     uuid: format!("MIG-{instance}"),
@@ -209,11 +209,11 @@ fn partitions_come_and_go_and_mig_mode_with_them() {
     let done = machine.reach(&two).unwrap();
     assert_eq!(done.len(), 2);
     assert!(machine.actual.mig_mode.current && machine.record.switched_mig_on);
-    let neighbour = done[&place("3g.40gb@0")].clone();
+    let neighbour = done[&placement("3g.40gb@0")].clone();
 
     // The neighbour is not touched.
     let done = machine.reach(&wanted("3g.40gb@0 2g.20gb@4")).unwrap();
-    assert_eq!(done[&place("3g.40gb@0")], neighbour);
+    assert_eq!(done[&placement("3g.40gb@0")], neighbour);
     assert_eq!(machine.reach(&Wanted::default()), Ok(BTreeMap::new()));
     assert_eq!(machine.actual, Actual::default());
     assert!(machine.record.is_empty());
@@ -230,7 +230,7 @@ fn an_administrators_partition_is_used_as_it_is() {
         current: true,
         pending: true,
     };
-    let foreign = machine.make(place("2g.20gb@4"));
+    let foreign = machine.make(placement("2g.20gb@4"));
     machine.foreign.insert(foreign);
     let one = wanted("2g.20gb@4");
     // Without a compute instance no claim can have it.
@@ -238,7 +238,7 @@ fn an_administrators_partition_is_used_as_it_is() {
     machine.change(Change::CreateComputeInstance { instance: foreign });
     let before = machine.actual.clone();
     let done = machine.reach(&one).unwrap();
-    assert_eq!(done[&place("2g.20gb@4")].instance, foreign);
+    assert_eq!(done[&placement("2g.20gb@4")].instance, foreign);
     machine.reach(&Wanted::default()).unwrap();
     assert_eq!(machine.actual, before);
 }
@@ -250,11 +250,11 @@ fn what_is_in_the_way_of_another_claim_does_not_fail_this_one() {
         current: true,
         pending: true,
     };
-    let foreign = machine.make(place("4g.40gb@0"));
+    let foreign = machine.make(placement("4g.40gb@0"));
     machine.foreign.insert(foreign);
     let mut both = wanted("2g.20gb@2 1g.10gb@6");
     machine.reach(&both).unwrap_err();
-    both.make.remove(&place("2g.20gb@2"));
+    both.make.remove(&placement("2g.20gb@2"));
     assert_eq!(machine.reach(&both).unwrap().len(), 1);
 }
 
@@ -265,7 +265,7 @@ fn an_administrators_mode_and_instances_stay() {
         current: true,
         pending: true,
     };
-    let foreign = machine.make(place("4g.40gb@0"));
+    let foreign = machine.make(placement("4g.40gb@0"));
     machine.foreign.insert(foreign);
     let before = machine.actual.clone();
     machine.reach(&wanted("3g.40gb@4")).unwrap();
@@ -283,7 +283,7 @@ fn an_administrators_mode_and_instances_stay() {
 fn mig_mode_stays_where_somebody_else_uses_it_meanwhile() {
     let mut machine = Machine::new();
     machine.reach(&wanted("1g.10gb@6")).unwrap();
-    let foreign = machine.make(place("2g.20gb@0"));
+    let foreign = machine.make(placement("2g.20gb@0"));
     machine.foreign.insert(foreign);
     machine.reach(&Wanted::default()).unwrap();
     assert!(machine.actual.mig_mode.current && machine.record.is_empty());
@@ -295,7 +295,7 @@ fn an_instance_in_the_place_of_ours_is_somebody_elses() {
     let one = wanted("2g.20gb@4");
     machine.reach(&one).unwrap();
     machine.actual.instances.clear();
-    let foreign = machine.make(place("2g.20gb@4"));
+    let foreign = machine.make(placement("2g.20gb@4"));
     machine.foreign.insert(foreign);
     let refused = machine.reach(&one);
     assert!(
@@ -316,7 +316,7 @@ fn what_nobody_can_change_without_a_reset_is_said() {
         Err(Obstacle::NeedsReset)
     );
     let none = machine.reach(&wanted("1g.10gb@7")).unwrap_err();
-    assert_eq!(none, Obstacle::NoSuchPartition(place("1g.10gb@7")));
+    assert_eq!(none, Obstacle::NoSuchPartition(placement("1g.10gb@7")));
 }
 
 #[test]
@@ -362,15 +362,15 @@ fn a_daemon_comes_and_goes_and_the_compute_mode_with_it() {
 #[test]
 fn a_gpu_without_mig_has_a_daemon_too() {
     let mut wanted = concurrent(WantedDaemon::Ready);
-    let (record, actual) = (Record::default(), Actual::default());
+    let (record, actual) = (GpuChanges::default(), Actual::default());
     let first = next(&wanted, &record, &actual, None);
     assert!(matches!(
         first,
-        Ok(Next::Write(Record { mps: Some(_), .. }))
+        Ok(Next::Write(GpuChanges { mps: Some(_), .. }))
     ));
-    wanted.make.insert(place("1g.10gb@6"));
+    wanted.make.insert(placement("1g.10gb@6"));
     let none = next(&wanted, &record, &actual, None);
-    assert_eq!(none, Err(Obstacle::NoSuchPartition(place("1g.10gb@6"))));
+    assert_eq!(none, Err(Obstacle::NoSuchPartition(placement("1g.10gb@6"))));
 }
 
 #[test]
@@ -399,7 +399,7 @@ fn a_daemon_ends_before_partitions_and_starts_without_mig_mode() {
 /// These partitions, all of them with concurrent shares.
 fn concurrent_on(text: &str, daemon: WantedDaemon) -> Wanted {
     let mut wanted = wanted(text);
-    let daemons = wanted.held.iter().map(|place| (*place, daemon));
+    let daemons = wanted.held.iter().map(|placement| (*placement, daemon));
     wanted.partition_daemons = daemons.collect();
     wanted
 }
@@ -412,11 +412,11 @@ fn a_partitions_daemon_starts_after_it_and_ends_before_it() {
     assert_eq!(machine.daemons.len(), 2);
     assert_eq!(machine.actual.compute_mode, ComputeMode::Default);
     // The shares of one partition are released; the supervisor gets no request about the other's daemon.
-    both.partition_daemons.remove(&place("1g.10gb@0"));
-    both.held.remove(&place("1g.10gb@0"));
+    both.partition_daemons.remove(&placement("1g.10gb@0"));
+    both.held.remove(&placement("1g.10gb@0"));
     both.make.clear();
     both.partition_daemons
-        .insert(place("3g.40gb@4"), WantedDaemon::Held);
+        .insert(placement("3g.40gb@4"), WantedDaemon::Held);
     machine.reach(&both).unwrap();
     let left: Vec<_> = machine.daemons.iter().collect();
     assert_eq!(left, [&machine.actual.instances[0].compute[0].uuid]);
@@ -448,8 +448,13 @@ fn a_partition_with_a_stuck_daemon_stays_and_delays_no_other() {
         .unwrap();
     machine.is_stuck = true;
     machine.reach(&wanted("1g.10gb@0")).unwrap();
-    let places: Vec<_> = machine.actual.instances.iter().map(|it| it.place).collect();
-    assert_eq!(places, [place("3g.40gb@4"), place("1g.10gb@0")]);
+    let placements: Vec<_> = machine
+        .actual
+        .instances
+        .iter()
+        .map(|it| it.placement)
+        .collect();
+    assert_eq!(placements, [placement("3g.40gb@4"), placement("1g.10gb@0")]);
     // The GPU is not used for another tier either.
     for other in [Wanted::default(), concurrent(WantedDaemon::Ready)] {
         machine.reach(&other).unwrap();
@@ -514,11 +519,11 @@ proptest! {
                         let partition = pick.get(&machine.geometry.partitions);
                         if let Some(less) = left.less(partition.slices) {
                             left = less;
-                            let place = Placement { profile: partition.profile, start: partition.start };
-                            now.held.insert(place);
-                            now.make.insert(place);
+                            let placement = Placement { profile: partition.profile, start: partition.start };
+                            now.held.insert(placement);
+                            now.make.insert(placement);
                             let daemon = share.map(|is_now| if is_now { WantedDaemon::Ready } else { WantedDaemon::Held });
-                            now.partition_daemons.extend(daemon.map(|daemon| (place, daemon)));
+                            now.partition_daemons.extend(daemon.map(|daemon| (placement, daemon)));
                         }
                     }
                 }
@@ -536,11 +541,11 @@ proptest! {
                 Event::Reboot => machine.reboot(),
                 Event::Make(pick, whole) => {
                     let partition = pick.get(&machine.geometry.partitions);
-                    let place = Placement { profile: partition.profile, start: partition.start };
+                    let placement = Placement { profile: partition.profile, start: partition.start };
                     // If Tranche is about to create the same one, nobody can tell who owns it.
-                    let is_ours = machine.record.instances.iter().any(|it| it.place == place && it.id.is_none());
-                    if machine.actual.mig_mode.current && machine.is_free(place) && !is_ours {
-                        let id = machine.make(place);
+                    let is_ours = machine.record.instances.iter().any(|it| it.placement == placement && it.id.is_none());
+                    if machine.actual.mig_mode.current && machine.is_free(placement) && !is_ours {
+                        let id = machine.make(placement);
                         machine.foreign.insert(id);
                         if whole {
                             machine.change(Change::CreateComputeInstance { instance: id });
@@ -561,14 +566,14 @@ proptest! {
                 prop_assert!(done.keys().eq(&now.held));
                 let (foreign, ours): (Vec<&Instance>, Vec<&Instance>) =
                     machine.actual.instances.iter().partition(|it| machine.foreign.contains(&it.id));
-                let ours: BTreeSet<Placement> = ours.iter().map(|it| it.place).collect();
-                let used = foreign.iter().map(|it| it.place).filter(|place| now.held.contains(place));
+                let ours: BTreeSet<Placement> = ours.iter().map(|it| it.placement).collect();
+                let used = foreign.iter().map(|it| it.placement).filter(|placement| now.held.contains(placement));
                 prop_assert_eq!(&ours | &used.collect(), now.held.clone());
-                prop_assert!(foreign.iter().all(|it| !ours.contains(&it.place)));
+                prop_assert!(foreign.iter().all(|it| !ours.contains(&it.placement)));
                 let all_foreign = foreign.len();
-                for (place, partition) in &done {
+                for (placement, partition) in &done {
                     let is_served = machine.daemons.contains(&partition.uuid);
-                    match now.partition_daemons.get(place) {
+                    match now.partition_daemons.get(placement) {
                         Some(WantedDaemon::Ready) => prop_assert!(is_served),
                         Some(_) => {}
                         None => prop_assert!(!is_served),
@@ -596,18 +601,18 @@ proptest! {
         let geometry = Machine::new().geometry;
         let owned = |(at, id): (usize, Option<u32>)| {
             let partition: &crate::mig::Partition = &geometry.partitions[at];
-            Owned { place: Placement { profile: partition.profile, start: partition.start }, id }
+            Owned { placement: Placement { profile: partition.profile, start: partition.start }, id }
         };
         let instances: Vec<Owned> = picks.into_iter().map(owned).collect();
         let served = instances.iter().filter(|_| daemons);
-        let record = Record {
+        let record = GpuChanges {
             switched_mig_on: switched,
             mps: mps.then_some(OwnedDaemon { compute_mode_before: ComputeMode::Default }),
-            partition_daemons: served.map(|it| PartitionDaemon { place: it.place, uuid: "MIG-1".to_owned() }).collect(),
+            partition_daemons: served.map(|it| PartitionDaemon { placement: it.placement, uuid: "MIG-1".to_owned() }).collect(),
             instances,
-            ..Record::default()
+            ..GpuChanges::default()
         };
         let text = serde_json::to_string(&record).unwrap();
-        prop_assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+        prop_assert_eq!(serde_json::from_str::<GpuChanges>(&text).unwrap(), record);
     }
 }

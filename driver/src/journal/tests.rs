@@ -38,9 +38,9 @@ fn planned() -> PreparationPlan {
     plan.on_gpu(&gpu(3).uuid, Some(3), |_| Some(mig.clone()))
 }
 
-fn record() -> Record {
+fn record() -> ClaimRecord {
     let since = json!("2026-11-25T10:00:00.123456Z");
-    Record::new(planned(), Some(serde_json::from_value(since).unwrap()))
+    ClaimRecord::new(planned(), Some(serde_json::from_value(since).unwrap()))
 }
 
 fn tree() -> Value {
@@ -48,7 +48,7 @@ fn tree() -> Value {
 }
 
 fn refusal(tree: &Value) -> String {
-    Record::decode(tree.to_string().as_bytes())
+    ClaimRecord::decode(tree.to_string().as_bytes())
         .unwrap_err()
         .to_string()
 }
@@ -58,7 +58,7 @@ const CHANGED: &str =
 
 #[test]
 fn version_1_is_read_and_written() {
-    assert_eq!(Record::decode(VERSION_1.as_bytes()).unwrap(), record());
+    assert_eq!(ClaimRecord::decode(VERSION_1.as_bytes()).unwrap(), record());
     let written: Value = serde_json::from_str(VERSION_1).unwrap();
     assert_eq!(tree(), written, "{CHANGED}");
 }
@@ -68,16 +68,16 @@ fn a_claim_keeps_since_when_it_has_its_devices() {
     let record = record();
     assert!(record.since.is_some());
     let other = record.with_plan(planned());
-    assert_eq!(Record::decode(&other.encode()).unwrap(), record);
-    let nobody = Record::new(planned(), None);
-    assert_eq!(Record::decode(&nobody.encode()).unwrap(), nobody);
+    assert_eq!(ClaimRecord::decode(&other.encode()).unwrap(), record);
+    let nobody = ClaimRecord::new(planned(), None);
+    assert_eq!(ClaimRecord::decode(&nobody.encode()).unwrap(), nobody);
 }
 
 #[test]
 fn the_record_of_a_gpu_is_read_back() {
-    let changes = gpu_state::Record {
+    let changes = gpu_state::GpuChanges {
         switched_mig_on: true,
-        ..gpu_state::Record::default()
+        ..gpu_state::GpuChanges::default()
     };
     let record = GpuRecord::new("GPU-1".to_owned(), changes);
     assert_eq!(GpuRecord::decode(&record.encode()).unwrap(), record);
@@ -100,10 +100,10 @@ fn what_a_later_version_added_is_ignored_where_it_says_so() {
         newer.pointer_mut(&path).unwrap()["novelty"] = json!({"a": [1]});
     }
     newer["version"] = json!(2);
-    let read = Record::decode(newer.to_string().as_bytes()).unwrap();
+    let read = ClaimRecord::decode(newer.to_string().as_bytes()).unwrap();
     assert_eq!(read.plan, planned());
     // When this release writes it, it is a record of this version.
-    assert_eq!(Record::new(read.plan, read.since), record());
+    assert_eq!(ClaimRecord::new(read.plan, read.since), record());
 }
 
 #[test]
@@ -121,7 +121,7 @@ fn a_later_version_s_literal_record_is_read() {
         },
         "results": {"0": {"kind": "daemon", "pid": 7, "started": 42, "socket": "/run/x"}}
     }"#;
-    let record = Record::decode(text.as_bytes()).unwrap();
+    let record = ClaimRecord::decode(text.as_bytes()).unwrap();
     assert_eq!(record.plan.undo().len(), 2);
 }
 
@@ -150,7 +150,7 @@ fn corrupt_records_are_refused() {
     for length in 0..bytes.len() - 1 {
         assert!(
             matches!(
-                Record::decode(&bytes[..length]),
+                ClaimRecord::decode(&bytes[..length]),
                 Err(JournalError::Corrupt(_))
             ),
             "{length}"
@@ -159,7 +159,7 @@ fn corrupt_records_are_refused() {
     let mut doubled = bytes.clone();
     doubled.extend(bytes);
     assert!(matches!(
-        Record::decode(&doubled),
+        ClaimRecord::decode(&doubled),
         Err(JournalError::Corrupt(_))
     ));
     for version in [json!("1"), json!(-1), json!(1.5), Value::Null] {
@@ -193,7 +193,7 @@ fn objects(tree: &Value, path: &str, found: &mut Vec<String>) {
 proptest! {
     #[test]
     fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        let _ = Record::decode(&bytes);
+        let _ = ClaimRecord::decode(&bytes);
     }
 
     #[test]
@@ -201,6 +201,6 @@ proptest! {
         let mut bytes = record().encode();
         let at = at.index(bytes.len());
         bytes[at] = byte;
-        let _ = Record::decode(&bytes);
+        let _ = ClaimRecord::decode(&bytes);
     }
 }

@@ -72,13 +72,13 @@ pub enum Conflict {
     /// Another claim has the whole partition, or shares of it in another tier.
     #[error(
         "{}GPU {uuid} is held by claim {holder} in the tier {tier}: wait until that claim is released",
-        partition_of(*place)
+        partition_of(*placement)
     )]
     SamePartition {
         /// The GPU.
         uuid: String,
         /// The partition.
-        place: Placement,
+        placement: Placement,
         /// The claim that holds it, `namespace/name`.
         holder: String,
         /// The tier.
@@ -87,13 +87,13 @@ pub enum Conflict {
     /// The partition needs slices or engines that others have.
     #[error(
         "GPU {uuid}: other claims' partitions leave no room for {} at memory slice {}; held by {}",
-        place.profile, place.start, holders.join(", ")
+        placement.profile, placement.start, holders.join(", ")
     )]
     Slices {
         /// The GPU.
         uuid: String,
         /// The partition.
-        place: Placement,
+        placement: Placement,
         /// Who holds partitions, `namespace/name`.
         holders: Vec<String>,
     },
@@ -115,8 +115,11 @@ impl Conflict {
 }
 
 /// The text that names a partition before its GPU.
-pub(super) fn partition_of(place: Placement) -> String {
-    format!("{} at memory slice {} of ", place.profile, place.start)
+pub(super) fn partition_of(placement: Placement) -> String {
+    format!(
+        "{} at memory slice {} of ",
+        placement.profile, placement.start
+    )
 }
 
 /// What is held, by GPU UUID.
@@ -132,7 +135,7 @@ struct GpuHoldings {
     tier: Tier,
     holders: Vec<String>,
     shares: Shares,
-    places: BTreeMap<Placement, PartitionHoldings>,
+    placements: BTreeMap<Placement, PartitionHoldings>,
 }
 
 /// What is held of a partition.
@@ -202,16 +205,16 @@ impl Holdings {
             held.shares.add(device);
             return;
         };
-        let place = held
-            .places
-            .entry(partition.place)
+        let placement = held
+            .placements
+            .entry(partition.placement)
             .or_insert_with(|| PartitionHoldings {
                 tier: device.tier,
                 holders: Vec::new(),
                 shares: Shares::default(),
             });
-        note(&mut place.holders, holder);
-        place.shares.add(device);
+        note(&mut placement.holders, holder);
+        placement.shares.add(device);
     }
 }
 
@@ -243,7 +246,7 @@ impl Shares {
         holders: &[String],
     ) -> Result<(), Conflict> {
         let (uuid, holders) = (device.gpu_uuid.clone(), holders.to_vec());
-        let of = device.partition.as_ref().map(|it| it.place);
+        let of = device.partition.as_ref().map(|it| it.placement);
         let (memory, cores) = size(device);
         let sum = self.memory.saturating_add(memory);
         if sum > available {
@@ -275,7 +278,7 @@ impl GpuHoldings {
             tier: device.gpu_tier(),
             holders: Vec::new(),
             shares: Shares::default(),
-            places: BTreeMap::new(),
+            placements: BTreeMap::new(),
         }
     }
 
@@ -294,24 +297,24 @@ impl GpuHoldings {
             }
         }
         match &device.partition {
-            Some(partition) => self.place_goes_with(device, partition.place, total),
+            Some(partition) => self.placement_goes_with(device, partition.placement, total),
             None => self.shares.leave_room(device, total.memory, &self.holders),
         }
     }
 
-    fn place_goes_with(
+    fn placement_goes_with(
         &self,
         device: &PreparedDevice,
-        place: Placement,
+        placement: Placement,
         total: &Total<'_>,
     ) -> Result<(), Conflict> {
         let uuid = device.gpu_uuid.clone();
-        let Some(held) = self.places.get(&place) else {
-            if !self.leaves_room(place, total.geometry) {
+        let Some(held) = self.placements.get(&placement) else {
+            if !self.leaves_room(placement, total.geometry) {
                 let holders = self.holders.clone();
                 return Err(Conflict::Slices {
                     uuid,
-                    place,
+                    placement,
                     holders,
                 });
             }
@@ -320,7 +323,7 @@ impl GpuHoldings {
         if held.tier != device.tier || !held.tier.is_shared() {
             return Err(Conflict::SamePartition {
                 uuid,
-                place,
+                placement,
                 holder: held.holders.first().cloned().unwrap_or_default(),
                 tier: held.tier,
             });
@@ -329,14 +332,20 @@ impl GpuHoldings {
     }
 
     /// Whether the GPU has room for `place` beside everything that is held.
-    fn leaves_room(&self, place: Placement, geometry: Option<&Geometry>) -> bool {
+    fn leaves_room(&self, placement: Placement, geometry: Option<&Geometry>) -> bool {
         let Some(geometry) = geometry else {
             return false;
         };
-        let places = self.places.keys().chain([&place]);
-        let left = places.copied().try_fold(geometry.whole, |left, place| {
-            left.less(geometry.partition(place.profile, place.start)?.slices)
-        });
+        let placements = self.placements.keys().chain([&placement]);
+        let left = placements
+            .copied()
+            .try_fold(geometry.whole, |left, placement| {
+                left.less(
+                    geometry
+                        .partition(placement.profile, placement.start)?
+                        .slices,
+                )
+            });
         left.is_some()
     }
 }

@@ -255,7 +255,7 @@ fn capacities(
         // A timeshared device has no sizes, because nothing enforces them: a claim that asks for
         // memory or cores is never placed in a tier that would ignore it.
         WholeGpuTier::Timeshared => vec![
-            (capacity::SHARERS, places(terms.timeshared.max_sharers)),
+            (capacity::SHARERS, placements(terms.timeshared.max_sharers)),
             (capacity::ANTI_AFFINITY, anti_affinity()),
         ],
         WholeGpuTier::Exclusive | WholeGpuTier::Passthrough => vec![
@@ -296,7 +296,7 @@ fn sized(
                 Quantity::from_count(terms.cores_step.into()),
             ),
         ),
-        (capacity::SHARERS, places(sharers)),
+        (capacity::SHARERS, placements(sharers)),
         (capacity::ANTI_AFFINITY, anti_affinity()),
     ];
     if terms.context_memory > 0 {
@@ -329,7 +329,7 @@ fn ranged(value: Quantity, default: Quantity, step: Quantity) -> DeviceCapacity 
 }
 
 /// Sharers: every share takes exactly one.
-fn places(most: u32) -> DeviceCapacity {
+fn placements(most: u32) -> DeviceCapacity {
     let one = Quantity::from_count(1);
     DeviceCapacity {
         value: Quantity::from_count(most.into()).into(),

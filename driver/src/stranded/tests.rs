@@ -10,7 +10,7 @@ fn h100() -> Geometry {
     Geometry::read(&tables::h100(&[])).unwrap()
 }
 
-fn place(profile: &str, start: u8) -> Placement {
+fn placement(profile: &str, start: u8) -> Placement {
     Placement {
         start,
         profile: profile.parse().unwrap(),
@@ -18,7 +18,9 @@ fn place(profile: &str, start: u8) -> Placement {
 }
 
 fn left(held: &[(&str, u8)], offered: &[&str]) -> SlicesLeft {
-    let held = held.iter().map(|(profile, start)| place(profile, *start));
+    let held = held
+        .iter()
+        .map(|(profile, start)| placement(profile, *start));
     let offered = offered.iter().map(|name| name.parse().unwrap());
     of_partitions(&h100(), &offered.collect(), &held.collect()).unwrap()
 }
@@ -63,12 +65,14 @@ fn an_empty_gpu_strands_nothing_of_all_profiles() {
 #[test]
 fn partitions_that_cannot_be_are_refused() {
     let of = |held: &[(&str, u8)]| {
-        let held = held.iter().map(|(profile, start)| place(profile, *start));
+        let held = held
+            .iter()
+            .map(|(profile, start)| placement(profile, *start));
         of_partitions(&h100(), &BTreeSet::new(), &held.collect())
     };
     assert_eq!(
         of(&[("1g.5gb", 0)]),
-        Err(HeldError::NoPartition(place("1g.5gb", 0)))
+        Err(HeldError::NoPartition(placement("1g.5gb", 0)))
     );
     assert!(matches!(
         of(&[("3g.40gb", 0), ("1g.10gb", 2)]),
@@ -125,8 +129,8 @@ proptest! {
         prop_assume!(!offered.is_empty());
         let left = of_partitions(&geometry, &offered, &held).unwrap();
         let mut free = geometry.whole;
-        for place in &held {
-            let partition = geometry.partition(place.profile, place.start).unwrap();
+        for placement in &held {
+            let partition = geometry.partition(placement.profile, placement.start).unwrap();
             free = free.less(partition.slices).unwrap();
         }
         let possible: Vec<_> = geometry

@@ -68,7 +68,7 @@ fn write(actual: &mut Actual, change: &Change) {
 }
 
 /// Does at most this many steps; returns whether it came to rest.
-fn run(wanted: bool, record: &mut Option<Record>, actual: &mut Actual, steps: usize) -> bool {
+fn run(wanted: bool, record: &mut Option<VfioRecord>, actual: &mut Actual, steps: usize) -> bool {
     for _ in 0..steps {
         match next(wanted, record.as_ref(), actual).unwrap() {
             Next::Write(changed) => *record = changed,
@@ -105,7 +105,7 @@ fn the_group_goes_to_vfio_without_its_bridge_and_comes_back() {
         })
     );
     assert_eq!(
-        serde_json::from_value::<Option<Record>>(written).unwrap(),
+        serde_json::from_value::<Option<VfioRecord>>(written).unwrap(),
         record
     );
     assert!(run(false, &mut record, &mut actual, 20));
@@ -232,7 +232,7 @@ fn a_record_of_an_earlier_boot_says_nothing_of_this_one() {
     let before = actual.clone();
     assert!(run(false, &mut record, &mut actual, 20));
     assert_eq!((&record, &actual), (&None, &before));
-    record = Some(Record {
+    record = Some(VfioRecord {
         boot: "one".to_owned(),
         functions: BTreeMap::new(),
     });

@@ -156,7 +156,7 @@ fn granted(search: &Search<'_, '_>, pools: &[Pool<'_>]) -> Vec<Vec<Granted>> {
             let consumed = chosen.consumed.iter().flatten();
             Granted {
                 request: ask.full_name(),
-                device: report::id(pools, search, chosen.place),
+                device: report::id(pools, search, chosen.position),
                 share: chosen.consumed.is_some(),
                 consumed: consumed
                     .map(|(name, amount)| ((*name).to_owned(), *amount))

@@ -36,11 +36,11 @@ pub(super) fn requests<'a>(
         for request in 0..search.claims[claim].requests.len() {
             for alternative in 0..search.claims[claim].requests[request].asks.len() {
                 let mut devices = Vec::new();
-                for place in search.places() {
-                    let blocked = search.alone(claim, request, alternative, place)?;
-                    let device = self::id(pools, search, place);
-                    let obstacle =
-                        blocked.map(|it| self::obstacle(it, search, pools, held, (claim, place)));
+                for position in search.positions() {
+                    let blocked = search.alone(claim, request, alternative, position)?;
+                    let device = self::id(pools, search, position);
+                    let obstacle = blocked
+                        .map(|it| self::obstacle(it, search, pools, held, (claim, position)));
                     devices.push(DeviceReport {
                         device,
                         obstacle: obstacle.transpose()?,
@@ -68,12 +68,16 @@ pub(super) fn requests<'a>(
     Ok(reports)
 }
 
-pub(super) fn id(pools: &[Pool<'_>], search: &Search<'_, '_>, place: DevicePosition) -> DeviceId {
-    let pool = &pools[place.pool];
+pub(super) fn id(
+    pools: &[Pool<'_>],
+    search: &Search<'_, '_>,
+    position: DevicePosition,
+) -> DeviceId {
+    let pool = &pools[position.pool];
     DeviceId {
         driver: pool.driver.to_owned(),
         pool: pool.name.to_owned(),
-        device: search.device(place).name.clone(),
+        device: search.device(position).name.clone(),
     }
 }
 
@@ -82,10 +86,10 @@ fn obstacle<'a>(
     search: &Search<'a, '_>,
     pools: &[Pool<'a>],
     held: &Allocations<'a>,
-    (claim, place): (usize, DevicePosition),
+    (claim, position): (usize, DevicePosition),
 ) -> Result<Obstacle, Problem> {
-    let pool = &pools[place.pool];
-    let device = search.device(place);
+    let pool = &pools[position.pool];
+    let device = search.device(position);
     let own = held.of_device((pool.driver, pool.name, &device.name));
     Ok(match blocked {
         Blocked::InUse => Obstacle::InUse {

@@ -31,7 +31,7 @@ pub(super) struct DevicePosition {
 /// A device that is being allocated.
 #[derive(Clone, Debug)]
 pub(super) struct Chosen<'a> {
-    pub place: DevicePosition,
+    pub position: DevicePosition,
     pub request: usize,
     pub alternative: usize,
     /// What a share takes; `None` for a whole device.
@@ -101,7 +101,7 @@ struct Sharing<'a> {
 /// What one allocation changed.
 struct Undo<'a> {
     at: At,
-    place: DevicePosition,
+    position: DevicePosition,
     counters: bool,
     constraints: usize,
     marked: bool,
@@ -246,14 +246,14 @@ impl<'a, 'b> Search<'a, 'b> {
                 return Err(Problem::Stops(message));
             }
             for device in 0..self.devices[pool].len() {
-                let place = DevicePosition { pool, device };
-                if self.selection(at, place)?.is_some() {
+                let position = DevicePosition { pool, device };
+                if self.selection(at, position)?.is_some() {
                     continue;
                 }
                 let nothing = |_: &str| Ok(Quantity::ZERO);
-                let device = self.device(place);
+                let device = self.device(position);
                 if capacity::take(device, &self.ask(at).capacity, nothing)?.is_ok() {
-                    all.push(place);
+                    all.push(position);
                 }
             }
         }
@@ -264,21 +264,21 @@ impl<'a, 'b> Search<'a, 'b> {
         &self.claims[at.claim].requests[at.request].asks[at.alternative]
     }
 
-    pub fn device(&self, place: DevicePosition) -> &'a Device {
-        self.devices[place.pool][place.device].device
+    pub fn device(&self, position: DevicePosition) -> &'a Device {
+        self.devices[position.pool][position.device].device
     }
 
     /// The devices that may be allocated.
-    pub fn places(&self) -> impl Iterator<Item = DevicePosition> + use<> {
+    pub fn positions(&self) -> impl Iterator<Item = DevicePosition> + use<> {
         let counts: Vec<usize> = self.devices.iter().map(|it| it.len()).collect();
         let pools = counts.into_iter().enumerate();
         pools
             .flat_map(|(pool, count)| (0..count).map(move |device| DevicePosition { pool, device }))
     }
 
-    fn held(&self, place: DevicePosition) -> Option<&'b DeviceAllocations<'a>> {
-        let pool = &self.pools[place.pool];
-        let device = self.device(place);
+    fn held(&self, position: DevicePosition) -> Option<&'b DeviceAllocations<'a>> {
+        let pool = &self.pools[position.pool];
+        let device = self.device(position);
         self.held.of_device((pool.driver, pool.name, &device.name))
     }
 
@@ -342,8 +342,8 @@ impl<'a, 'b> Search<'a, 'b> {
             ..at
         };
         if number == Number::All {
-            let place = self.all_of(at)[at.device];
-            let Ok(undo) = self.allocate(at, place, true)? else {
+            let position = self.all_of(at)[at.device];
+            let Ok(undo) = self.allocate(at, position, true)? else {
                 return Ok(false);
             };
             let done = self.one(next, in_alternative, first);
@@ -355,11 +355,11 @@ impl<'a, 'b> Search<'a, 'b> {
         for pool in start.pool..self.pools.len() {
             let begin = if pool == start.pool { start.device } else { 0 };
             for device in begin..self.devices[pool].len() {
-                let place = DevicePosition { pool, device };
-                if self.unsuitable(at, place)?.is_some() {
+                let position = DevicePosition { pool, device };
+                if self.unsuitable(at, position)?.is_some() {
                     continue;
                 }
-                let Ok(undo) = self.allocate(at, place, false)? else {
+                let Ok(undo) = self.allocate(at, position, false)? else {
                     continue;
                 };
                 let after = DevicePosition {
@@ -387,40 +387,42 @@ impl<'a, 'b> Search<'a, 'b> {
     fn unsuitable(
         &mut self,
         at: At,
-        place: DevicePosition,
+        position: DevicePosition,
     ) -> Result<Option<Blocked<'a>>, Problem> {
         let admin = self.ask(at).admin;
         let mine = |claims: &Vec<usize>| claims.contains(&at.claim);
-        if admin && self.marked.get(&place).is_some_and(mine) || !admin && self.in_use(place) {
+        if admin && self.marked.get(&position).is_some_and(mine) || !admin && self.in_use(position)
+        {
             return Ok(Some(Blocked::InUse));
         }
-        if let Some(blocked) = self.selection(at, place)? {
+        if let Some(blocked) = self.selection(at, position)? {
             return Ok(Some(blocked));
         }
-        let taken = self.take(at, place)?;
+        let taken = self.take(at, position)?;
         Ok(taken.err().map(Blocked::Capacity))
     }
 
-    fn in_use(&self, place: DevicePosition) -> bool {
-        self.held(place).is_some_and(|held| !held.whole.is_empty())
+    fn in_use(&self, position: DevicePosition) -> bool {
+        self.held(position)
+            .is_some_and(|held| !held.whole.is_empty())
             || self
                 .marked
-                .get(&place)
+                .get(&position)
                 .is_some_and(|claims| !claims.is_empty())
     }
 
     /// `isSelectable`.
-    fn selection(&self, at: At, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
-        let key = (at.claim, at.request, at.alternative, place);
+    fn selection(&self, at: At, position: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
+        let key = (at.claim, at.request, at.alternative, position);
         if let Some(known) = self.selections.borrow().get(&key) {
             return Ok(*known);
         }
-        let blocked = self.select(at, place)?;
+        let blocked = self.select(at, position)?;
         self.selections.borrow_mut().insert(key, blocked);
         Ok(blocked)
     }
 
-    fn select(&self, at: At, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
+    fn select(&self, at: At, position: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
         let ask = self.ask(at);
         let class = ask.class.spec.as_ref();
         let selectors: &'a [DeviceSelector] = class
@@ -442,13 +444,13 @@ impl<'a, 'b> Search<'a, 'b> {
                 let message = format!("{}: a selector without CEL", place_name());
                 return Err(Problem::Stops(message));
             };
-            let device = self.device(place);
-            let pool = &self.pools[place.pool];
+            let device = self.device(position);
+            let pool = &self.pools[position.pool];
             let fault = |fault| {
                 let on = format!("{} on device {}", place_name(), device.name);
                 Problem::of_selector(&on, fault)
             };
-            let cell = &self.subjects[place.pool][place.device];
+            let cell = &self.subjects[position.pool][position.device];
             let subject = if let Some(subject) = cell.get() {
                 subject
             } else {
@@ -464,8 +466,8 @@ impl<'a, 'b> Search<'a, 'b> {
                 return Ok(Some(Blocked::NotSelected { by, selector }));
             }
         }
-        let selects = self.devices[place.pool][place.device].selects_nodes;
-        let elsewhere = selects && !pool::device_is_for(self.device(place), self.node);
+        let selects = self.devices[position.pool][position.device].selects_nodes;
+        let elsewhere = selects && !pool::device_is_for(self.device(position), self.node);
         Ok(elsewhere.then_some(Blocked::OtherNode))
     }
 
@@ -473,38 +475,38 @@ impl<'a, 'b> Search<'a, 'b> {
     fn take(
         &self,
         at: At,
-        place: DevicePosition,
+        position: DevicePosition,
     ) -> Result<Result<Amounts<'a>, Shortage<'a>>, Problem> {
-        let held = self.held(place);
-        let sharing = self.sharing.get(&place);
+        let held = self.held(position);
+        let sharing = self.sharing.get(&position);
         let used = |name: &str| {
             let old = held.map_or(Ok(Quantity::ZERO), |held| held.consumed(name))?;
             let new = sharing.and_then(|it| it.consumed.get(name)).copied();
             old.checked_add(new.unwrap_or_default())
                 .map_err(Problem::unjudged)
         };
-        capacity::take(self.device(place), &self.ask(at).capacity, used)
+        capacity::take(self.device(position), &self.ask(at).capacity, used)
     }
 
     /// `allocateDevice`. With `must`, a constraint that the device does not satisfy is an error.
     fn allocate(
         &mut self,
         at: At,
-        place: DevicePosition,
+        position: DevicePosition,
         must: bool,
     ) -> Result<Result<Undo<'a>, Blocked<'a>>, Problem> {
-        let device = self.device(place);
+        let device = self.device(position);
         let shareable = device.allow_multiple_allocations == Some(true);
         let admin = self.ask(at).admin;
         let mine = |claims: &Vec<usize>| claims.contains(&at.claim);
-        if !shareable && admin && self.marked.get(&place).is_some_and(mine)
-            || !admin && self.in_use(place)
+        if !shareable && admin && self.marked.get(&position).is_some_and(mine)
+            || !admin && self.in_use(position)
         {
             return Ok(Err(Blocked::InUse));
         }
         let mut undo = Undo {
             at,
-            place,
+            position,
             counters: false,
             constraints: 0,
             marked: false,
@@ -512,14 +514,16 @@ impl<'a, 'b> Search<'a, 'b> {
             recorded: false,
         };
         // Further shares do not take the counters again.
-        let is_shared = self.held(place).is_some_and(|held| !held.shares.is_empty())
-            || self.sharing.get(&place).is_some_and(|it| it.shares > 0);
+        let is_shared = self
+            .held(position)
+            .is_some_and(|held| !held.shares.is_empty())
+            || self.sharing.get(&position).is_some_and(|it| it.shares > 0);
         let consumes = device
             .consumes_counters
             .as_ref()
             .is_some_and(|it| !it.is_empty());
         if consumes && !(shareable && is_shared) {
-            if let Some(blocked) = self.take_counters(place)? {
+            if let Some(blocked) = self.take_counters(position)? {
                 return Ok(Err(blocked));
             }
             undo.counters = true;
@@ -529,7 +533,7 @@ impl<'a, 'b> Search<'a, 'b> {
             return Ok(Err(Blocked::Taint(taint)));
         }
         let (request, alternative) = (self.ask(at).request, self.ask(at).alternative);
-        let driver = self.pools[place.pool].driver;
+        let driver = self.pools[position.pool].driver;
         for number in 0..self.claims[at.claim].constraints.len() {
             let constraint = &mut self.claims[at.claim].constraints[number];
             if !constraint.add(request, alternative, driver, device) {
@@ -547,10 +551,10 @@ impl<'a, 'b> Search<'a, 'b> {
             undo.constraints += 1;
         }
         if !shareable {
-            self.marked.entry(place).or_default().push(at.claim);
+            self.marked.entry(position).or_default().push(at.claim);
             undo.marked = true;
         }
-        let taken = match self.take(at, place)? {
+        let taken = match self.take(at, position)? {
             Ok(taken) => taken,
             Err(shortage) => {
                 self.undo(undo)?;
@@ -558,7 +562,7 @@ impl<'a, 'b> Search<'a, 'b> {
             }
         };
         if shareable {
-            let sharing = self.sharing.entry(place).or_default();
+            let sharing = self.sharing.entry(position).or_default();
             sharing.shares += 1;
             for (name, amount) in &taken {
                 let sum = sharing.consumed.entry(name).or_default();
@@ -567,7 +571,7 @@ impl<'a, 'b> Search<'a, 'b> {
             undo.share = Some(taken.clone());
         }
         self.chosen[at.claim].push(Chosen {
-            place,
+            position,
             request: at.request,
             alternative: at.alternative,
             consumed: shareable.then_some(taken),
@@ -578,11 +582,11 @@ impl<'a, 'b> Search<'a, 'b> {
 
     /// Takes back what an allocation changed. It must be the claim's last allocation.
     fn undo(&mut self, undo: Undo<'a>) -> Result<(), Problem> {
-        let (at, place) = (undo.at, undo.place);
+        let (at, position) = (undo.at, undo.position);
         if undo.recorded {
             self.chosen[at.claim].pop();
         }
-        if let (Some(taken), Some(sharing)) = (undo.share, self.sharing.get_mut(&place)) {
+        if let (Some(taken), Some(sharing)) = (undo.share, self.sharing.get_mut(&position)) {
             sharing.shares -= 1;
             for (name, amount) in taken {
                 let sum = sharing.consumed.entry(name).or_default();
@@ -590,33 +594,33 @@ impl<'a, 'b> Search<'a, 'b> {
             }
         }
         if undo.marked
-            && let Some(claims) = self.marked.get_mut(&place)
-            && let Some(position) = claims.iter().rposition(|it| *it == at.claim)
+            && let Some(claims) = self.marked.get_mut(&position)
+            && let Some(nth) = claims.iter().rposition(|it| *it == at.claim)
         {
-            claims.remove(position);
+            claims.remove(nth);
         }
         let (request, alternative) = (self.ask(at).request, self.ask(at).alternative);
         for constraint in &mut self.claims[at.claim].constraints[..undo.constraints] {
             constraint.remove(request, alternative);
         }
         if undo.counters {
-            self.add_counters(place, true)?;
+            self.add_counters(position, true)?;
         }
         Ok(())
     }
 
     /// `checkAvailableCounters`: none of the pool's counters may be overdrawn, not even one that the device does not take.
-    fn take_counters(&mut self, place: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
-        self.add_counters(place, false)?;
+    fn take_counters(&mut self, position: DevicePosition) -> Result<Option<Blocked<'a>>, Problem> {
+        self.add_counters(position, false)?;
         let mut blocked = None;
-        for ((set, counter), free) in &self.free[place.pool] {
+        for ((set, counter), free) in &self.free[position.pool] {
             let taken = self
                 .counters
-                .get(&(place.pool, set, counter))
+                .get(&(position.pool, set, counter))
                 .copied()
                 .unwrap_or_default();
             if *free < taken {
-                let wanted = self::consumption(self.device(place), set, counter)?;
+                let wanted = self::consumption(self.device(position), set, counter)?;
                 let others = taken.checked_sub(wanted).map_err(Problem::unjudged)?;
                 let left = free.checked_sub(others).map_err(Problem::unjudged)?;
                 blocked = Some(Blocked::Counters {
@@ -629,17 +633,17 @@ impl<'a, 'b> Search<'a, 'b> {
             }
         }
         if blocked.is_some() {
-            self.add_counters(place, true)?;
+            self.add_counters(position, true)?;
         }
         Ok(blocked)
     }
 
-    fn add_counters(&mut self, place: DevicePosition, back: bool) -> Result<(), Problem> {
-        let device = self.device(place);
+    fn add_counters(&mut self, position: DevicePosition, back: bool) -> Result<(), Problem> {
+        let device = self.device(position);
         for consumption in device.consumes_counters.iter().flatten() {
             for (name, counter) in &consumption.counters {
                 let amount = capacity::parse(&counter.value)?;
-                let key = (place.pool, &*consumption.counter_set, &**name);
+                let key = (position.pool, &*consumption.counter_set, &**name);
                 let sum = self.counters.entry(key).or_default();
                 let changed = if back {
                     sum.checked_sub(amount)
@@ -658,7 +662,7 @@ impl<'a, 'b> Search<'a, 'b> {
         claim: usize,
         request: usize,
         alternative: usize,
-        place: DevicePosition,
+        position: DevicePosition,
     ) -> Result<Option<Blocked<'a>>, Problem> {
         let at = At {
             claim,
@@ -666,10 +670,10 @@ impl<'a, 'b> Search<'a, 'b> {
             alternative,
             device: 0,
         };
-        if let Some(blocked) = self.unsuitable(at, place)? {
+        if let Some(blocked) = self.unsuitable(at, position)? {
             return Ok(Some(blocked));
         }
-        match self.allocate(at, place, false)? {
+        match self.allocate(at, position, false)? {
             Ok(undo) => {
                 self.undo(undo)?;
                 Ok(None)

@@ -290,7 +290,7 @@ fn subject(driver: &str, device: &str) -> String {
 /// How a device of ours is allocated: its tier, or its profile.
 fn service(device: &str) -> Option<String> {
     let name: DeviceName = device.parse().ok()?;
-    Some(match name.place() {
+    Some(match name.placement() {
         Some(place) => format!("partition {}", place.profile),
         None if name.oversubscription().is_some() => OVERSUBSCRIBED.to_owned(),
         None => name.tier().to_string(),

@@ -271,7 +271,9 @@ impl ClaimDevice {
                 .and_then(|it| string(it, attribute::PCI_BUS_ID))
                 .map(str::to_owned)
                 .or_else(|| told("pciBusID")),
-            profile: name.place().map(|place| place.profile.to_string()),
+            profile: name
+                .placement()
+                .map(|placement| placement.profile.to_string()),
             share_id: result.share_id.clone(),
             memory: share(capacity::MEMORY)
                 .or_else(|| whole(capacity::MEMORY))

@@ -177,13 +177,13 @@ impl Context<'_> {
                 .iter()
                 .map(|(_, device)| *device)
                 .filter(|device| !device.is_admin);
-            let place = parsed.place();
+            let placement = parsed.placement();
             Some(AllocatedDevice {
                 device: (*name).to_owned(),
                 tier: parsed.tier(),
-                profile: place.map(|place| place.profile.to_string()),
-                slice: place.map(|place| place.start),
-                compute_slices: place.map(|place| place.profile.compute_slices),
+                profile: placement.map(|placement| placement.profile.to_string()),
+                slice: placement.map(|placement| placement.start),
+                compute_slices: placement.map(|placement| placement.profile.compute_slices),
                 memory: device
                     .and_then(|it| amount(it, capacity::MEMORY))
                     .unwrap_or_default(),
@@ -231,7 +231,7 @@ impl Context<'_> {
             let places: BTreeSet<Placement> = held
                 .iter()
                 .filter(|it| is_held(it))
-                .filter_map(|it| it.device.parse::<DeviceName>().ok()?.place())
+                .filter_map(|it| it.device.parse::<DeviceName>().ok()?.placement())
                 .collect();
             let room = described
                 .and_then(|(inventory, gpu)| SlicesRoom::of(inventory, gpu, offered, &places));

@@ -120,7 +120,7 @@ impl SlicesRoom {
         let taken: BTreeSet<Placement> = held.iter().copied().chain(made).collect();
         let profiles: BTreeSet<Profile> = offered
             .iter()
-            .filter_map(|(name, _)| name.place().map(|place| place.profile))
+            .filter_map(|(name, _)| name.placement().map(|placement| placement.profile))
             .collect();
         let left = stranded::of_partitions(&geometry, &profiles, &taken).ok()?;
         let free = stranded::free_beside(&geometry, &taken).ok()?;

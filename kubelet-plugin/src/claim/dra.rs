@@ -11,7 +11,7 @@ use std::time::Instant;
 use futures::future::join_all;
 use tonic::{Request, Response, Status};
 use tracing::{Instrument, info_span};
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 
 use crate::claim::preparer::Preparer;
 use crate::kubelet::proto::dra::dra_plugin_server::DraPlugin;
@@ -115,7 +115,7 @@ impl DraPlugin for DraService {
     }
 }
 
-fn devices(record: &Record) -> Vec<Device> {
+fn devices(record: &ClaimRecord) -> Vec<Device> {
     record
         .plan
         .devices

@@ -20,7 +20,7 @@ use tranche_api::names::DRIVER;
 use tranche_driver::audit::{Ended, HeldAtEnd, Pod};
 use tranche_driver::cdi::{CdiError, claim_of_file_name};
 use tranche_driver::claim_spec::claim_spec;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::metadata;
 use tranche_driver::preparation::{PAGES, PreparationPlan, PreparedDevice, Step, Undo};
 use tranche_node::page::{AccountFile, ReadError, cap_page, read_cap};
@@ -164,7 +164,7 @@ impl Executor {
     /// sees it. Returns the plan with what became known when its GPUs were prepared.
     pub fn execute(
         &self,
-        record: &Record,
+        record: &ClaimRecord,
         pods: &BTreeSet<Pod>,
         gpus: &Gpus,
         dev_root: &Path,
@@ -188,7 +188,7 @@ impl Executor {
     /// may use it.
     pub fn rebuild(
         &self,
-        record: &Record,
+        record: &ClaimRecord,
         pods: &BTreeSet<Pod>,
         gpus: &Gpus,
         dev_root: &Path,
@@ -212,7 +212,7 @@ impl Executor {
 
     /// Undoes a plan as far as it got, and removes its journal. After a failure the other steps are
     /// still undone, and the journal is kept.
-    pub fn undo(&self, record: &Record, gpus: &Gpus, end: End<'_>) -> Result<(), UndoError> {
+    pub fn undo(&self, record: &ClaimRecord, gpus: &Gpus, end: End<'_>) -> Result<(), UndoError> {
         let plan = &record.plan;
         let uid = &plan.allocation.uid;
         self.audit

@@ -26,7 +26,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 use tranche_api::names::DRIVER;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 
 use self::schedule::{INTERVAL, PAUSE, Presence, Schedule};
 use crate::claim::preparer::{Preparer, Reporter};
@@ -149,7 +149,7 @@ impl OrphanSearch {
         kubelet_tells
     }
 
-    async fn query(&self, claim: &ClaimRef, record: &Arc<Record>) -> Presence {
+    async fn query(&self, claim: &ClaimRef, record: &Arc<ClaimRecord>) -> Presence {
         match self.claims.get(claim).await {
             Ok(None) => Presence::Gone,
             Ok(Some(object)) if is(&object, claim) => {
@@ -174,7 +174,7 @@ impl OrphanSearch {
     }
 }
 
-fn uid(record: &Record) -> &str {
+fn uid(record: &ClaimRecord) -> &str {
     &record.plan.allocation.uid
 }
 

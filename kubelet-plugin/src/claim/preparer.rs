@@ -26,7 +26,7 @@ use tracing::{info, warn};
 use tranche_api::Tier;
 use tranche_driver::audit::{Ended, Pod};
 use tranche_driver::claim::{Allocation, check_uid};
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::{
     PAGES, PreparationError, PreparationPlan, PreparationProblem, PreparedDevice, plan,
     refuse_withheld,
@@ -73,7 +73,7 @@ const POLICY_PATIENCE: Duration = Duration::from_secs(5);
 /// Reports to the cluster after the kubelet has its answer.
 pub trait Reporter: Send + Sync + std::fmt::Debug {
     /// A claim is ready.
-    fn prepared(&self, record: &Arc<Record>);
+    fn prepared(&self, record: &Arc<ClaimRecord>);
     /// A claim could not be prepared; `claim` is the object that was read from the API server.
     fn failed(&self, claim: &ResourceClaim, problem: &Problem, text: &str);
     /// A claim is released.
@@ -133,7 +133,10 @@ impl Preparer {
     }
 
     /// Prepares all of a claim's devices, or none.
-    pub async fn prepare(self: &Arc<Self>, claim: &ClaimRef) -> Result<Arc<Record>, PrepareError> {
+    pub async fn prepare(
+        self: &Arc<Self>,
+        claim: &ClaimRef,
+    ) -> Result<Arc<ClaimRecord>, PrepareError> {
         let within = tokio::time::timeout(DEADLINE, self.prepare_in_turn(claim)).await;
         let (object, result) = within.unwrap_or_else(|_| (None, Err(Problem::Timeout(DEADLINE))));
         match result {
@@ -163,7 +166,7 @@ impl Preparer {
     async fn prepare_in_turn(
         self: &Arc<Self>,
         claim: &ClaimRef,
-    ) -> (Option<ResourceClaim>, Result<Arc<Record>, Problem>) {
+    ) -> (Option<ResourceClaim>, Result<Arc<ClaimRecord>, Problem>) {
         let start = Instant::now();
         let mut claim_lock = self.locks.lock(&claim.uid).await;
         let mut driver = self.parts.driver.clone();
@@ -228,7 +231,7 @@ impl Preparer {
         &self,
         allocation: &Allocation,
         pods: &BTreeSet<Pod>,
-    ) -> Result<Arc<Record>, Problem> {
+    ) -> Result<Arc<ClaimRecord>, Problem> {
         let PreparerParts {
             ledger,
             executor,
@@ -298,7 +301,11 @@ impl Preparer {
 
     /// The record of a held claim with the current location of its GPUs: a boot may have changed
     /// their minor numbers.
-    fn located(&self, record: Arc<Record>, ready: &Ready) -> Result<Arc<Record>, Problem> {
+    fn located(
+        &self,
+        record: Arc<ClaimRecord>,
+        ready: &Ready,
+    ) -> Result<Arc<ClaimRecord>, Problem> {
         let plan = record.plan.located(&ready.inventory)?;
         if plan == record.plan {
             return Ok(record);
@@ -315,7 +322,7 @@ impl Preparer {
     }
 
     /// The record of a claim, whose lock the caller holds.
-    fn recorded(&self, uid: &str) -> Result<Option<Arc<Record>>, Problem> {
+    fn recorded(&self, uid: &str) -> Result<Option<Arc<ClaimRecord>>, Problem> {
         let PreparerParts {
             ledger, executor, ..
         } = &self.parts;
@@ -408,7 +415,7 @@ impl Preparer {
         Ok(())
     }
 
-    fn undo(&self, record: &Record, how: Ended) -> Result<(), UndoError> {
+    fn undo(&self, record: &ClaimRecord, how: Ended) -> Result<(), UndoError> {
         let PreparerParts {
             executor,
             gpus,
@@ -424,7 +431,7 @@ impl Preparer {
     }
 
     /// Notes which pods use a held claim, as its object says now: for metrics, the watchdog and the audit trail.
-    pub fn note_pods(&self, record: &Record, object: &ResourceClaim) {
+    pub fn note_pods(&self, record: &ClaimRecord, object: &ResourceClaim) {
         self.parts.ledger.note_pods(object);
         let audit = self.parts.executor.audit();
         audit.joined(record, &pods_of(object));

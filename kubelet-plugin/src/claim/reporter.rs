@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 
 use crate::claim::preparer::{Problem, Reporter};
 use crate::cluster::events::Events;
@@ -18,7 +18,7 @@ pub struct ClusterReporter {
 }
 
 impl Reporter for ClusterReporter {
-    fn prepared(&self, record: &Arc<Record>) {
+    fn prepared(&self, record: &Arc<ClaimRecord>) {
         self.status.publish(record);
     }
 

@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{debug, warn};
 use tranche_api::Quantity;
 use tranche_api::names::DRIVER;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::{Cap, PreparedDevice};
 use tranche_serving::Clock;
 
@@ -37,7 +37,7 @@ pub struct StatusWriter {
     client: Client,
     clock: Clock,
     slots: Arc<Semaphore>,
-    published: Mutex<HashMap<String, (Arc<Record>, CancellationToken)>>,
+    published: Mutex<HashMap<String, (Arc<ClaimRecord>, CancellationToken)>>,
 }
 
 impl fmt::Debug for StatusWriter {
@@ -59,7 +59,7 @@ impl StatusWriter {
     }
 
     /// Publishes what a claim got, unless that was published already. Returns at once.
-    pub fn publish(&self, record: &Arc<Record>) {
+    pub fn publish(&self, record: &Arc<ClaimRecord>) {
         let uid = &record.plan.allocation.uid;
         let mut published = self
             .published
@@ -140,7 +140,7 @@ async fn write(
 }
 
 /// The applied object. With its UID the write fails for another claim of the same name.
-fn body(record: &Record, now: jiff::Timestamp) -> Value {
+fn body(record: &ClaimRecord, now: jiff::Timestamp) -> Value {
     let allocation = &record.plan.allocation;
     let devices: Vec<_> = record
         .plan
@@ -175,8 +175,8 @@ fn entry(device: &PreparedDevice, now: jiff::Timestamp) -> Value {
         data["residentMemory"] = json!(Quantity::from_bytes(device.cap.on_gpu()));
     }
     if let Some(partition) = &device.partition {
-        data["profile"] = json!(partition.place.profile);
-        data["memorySlice"] = json!(partition.place.start);
+        data["profile"] = json!(partition.placement.profile);
+        data["memorySlice"] = json!(partition.placement.start);
         if let Some(mig) = &partition.mig {
             data["migUUID"] = json!(mig.uuid);
             data["gpuInstance"] = json!(mig.gpu_instance);

@@ -23,7 +23,7 @@ use tracing::{info, warn};
 use tranche_api::WithheldGpu;
 use tranche_api::gpu_node::Inventory;
 use tranche_driver::cdi::{CdiError, Shim, driver_spec};
-use tranche_driver::gpu_state::Record;
+use tranche_driver::gpu_state::GpuChanges;
 
 use crate::gpu::context_sizes::Contexts;
 use crate::gpu::records::GpuRecords;
@@ -254,7 +254,7 @@ impl Observer {
     fn known(
         &self,
         description: Description,
-        ours: &BTreeMap<String, Record>,
+        ours: &BTreeMap<String, GpuChanges>,
     ) -> (Description, Vec<WithheldGpu>) {
         let mut known = self
             .known_gpus
@@ -278,7 +278,7 @@ impl Observer {
         }
     }
 
-    fn ours(&self) -> Result<BTreeMap<String, Record>, DriverError> {
+    fn ours(&self) -> Result<BTreeMap<String, GpuChanges>, DriverError> {
         self.records.readable().map_err(DriverError::Records)
     }
 

@@ -54,7 +54,7 @@ const RETRY: Duration = Duration::from_secs(30);
 pub enum GpuError {
     /// The record of Tranche's changes on it cannot be used.
     #[error(transparent)]
-    Record(#[from] RecordError),
+    GpuChanges(#[from] RecordError),
     #[error(transparent)]
     Nvml(#[from] NvmlError),
     /// Something is in the way.
@@ -160,8 +160,8 @@ impl Gpus {
             if let Some(group) = &made.group {
                 plan = plan.at_vfio(gpu, group);
             }
-            plan = plan.on_gpu(gpu, made.minor, |place| {
-                made.partitions.get(&place).cloned()
+            plan = plan.on_gpu(gpu, made.minor, |placement| {
+                made.partitions.get(&placement).cloned()
             });
         }
         Ok(plan)

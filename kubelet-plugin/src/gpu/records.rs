@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use tranche_driver::gpu_state::Record;
+use tranche_driver::gpu_state::GpuChanges;
 use tranche_driver::journal::{GpuRecord, JournalError};
 
 use crate::host::fs::{self, Durability, Fs, FsError};
@@ -55,7 +55,7 @@ impl GpuRecords {
     }
 
     /// The readable records, by GPU.
-    pub fn readable(&self) -> Result<BTreeMap<String, Record>, FsError> {
+    pub fn readable(&self) -> Result<BTreeMap<String, GpuChanges>, FsError> {
         let gpus = self.all()?.into_iter();
         Ok(gpus
             .filter_map(|gpu| {
@@ -66,10 +66,10 @@ impl GpuRecords {
     }
 
     /// What was changed on a GPU; nothing where there is no file.
-    pub fn load(&self, gpu_uuid: &str) -> Result<Record, RecordError> {
+    pub fn load(&self, gpu_uuid: &str) -> Result<GpuChanges, RecordError> {
         let path = self.path(gpu_uuid);
         let Some(bytes) = self.fs.read(&path)? else {
-            return Ok(Record::default());
+            return Ok(GpuChanges::default());
         };
         match GpuRecord::decode(&bytes) {
             Ok(record) if record.gpu_uuid == gpu_uuid => Ok(record.changes),
@@ -82,7 +82,7 @@ impl GpuRecords {
     }
 
     /// Writes what was changed on a GPU; removes the file where that is nothing.
-    pub fn write(&self, gpu_uuid: &str, changes: &Record) -> Result<(), RecordError> {
+    pub fn write(&self, gpu_uuid: &str, changes: &GpuChanges) -> Result<(), RecordError> {
         let path = self.path(gpu_uuid);
         if changes.is_empty() {
             fs::remove(&*self.fs, &path, Durability::Disk)?;

@@ -377,7 +377,7 @@ fn placements(gpu: &GpuUsage, known: &Gpu, ledger: &Ledger) -> BTreeSet<Placemen
     let held = ledger.held();
     let devices = held.iter().flat_map(|record| &record.plan.devices);
     let on_gpu = devices.filter(|device| device.gpu_uuid == gpu.uuid);
-    let held = on_gpu.filter_map(|device| Some(device.partition.as_ref()?.place));
+    let held = on_gpu.filter_map(|device| Some(device.partition.as_ref()?.placement));
     let foreign = known.mig_instances.iter().filter_map(Placement::of);
     held.chain(foreign).collect()
 }

@@ -10,7 +10,7 @@ use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::{Cap, PreparedDevice};
 use tranche_node::page::AccountFile;
 use tranche_shim_core::AccountSnapshot;
@@ -33,7 +33,7 @@ pub(super) struct ShareLabels {
 
 impl ShareLabels {
     /// The labels of a record's device; `pods` are the claim's pods, joined.
-    pub(super) fn new(record: &Record, device: &PreparedDevice, pods: &str) -> Self {
+    pub(super) fn new(record: &ClaimRecord, device: &PreparedDevice, pods: &str) -> Self {
         let allocation = &record.plan.allocation;
         Self {
             namespace: allocation.namespace.clone(),
@@ -79,7 +79,7 @@ pub fn registry(ledger: &Ledger, layout: &Layout) -> Registry {
 }
 
 impl Shares {
-    fn add(&self, record: &Record, device: &PreparedDevice, pods: &str, layout: &Layout) {
+    fn add(&self, record: &ClaimRecord, device: &PreparedDevice, pods: &str, layout: &Layout) {
         let Cap::Share {
             memory,
             cores,

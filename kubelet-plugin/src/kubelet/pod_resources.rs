@@ -14,7 +14,7 @@ use tokio::sync::Mutex;
 use tokio::time::Instant;
 use tonic::transport::Channel;
 use tranche_driver::competing_drivers::{Kubelet as Others, NVIDIA_DRIVER, PluginDevice};
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::PreparedDevice;
 
 use crate::kubelet::proto::podresources::pod_resources_lister_client::PodResourcesListerClient;
@@ -65,7 +65,7 @@ impl InUse {
     /// The pods that use a claim, by the claim's own CDI devices; none if the kubelet lists none. CDI
     /// device names contain the claim's UID, so another claim of the same name is not confused with it.
     #[must_use]
-    pub fn pods(&self, record: &Record) -> BTreeSet<String> {
+    pub fn pods(&self, record: &ClaimRecord) -> BTreeSet<String> {
         let devices = record.plan.devices.iter();
         let users = devices.flat_map(|device| self.users(device));
         users.map(|container| container.pod.clone()).collect()

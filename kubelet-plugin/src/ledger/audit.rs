@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use tracing::error;
 use tranche_driver::audit::{Ended, HeldAtEnd, Pod};
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::moment::Moment;
 use tranche_serving::Clock;
 
@@ -75,16 +75,22 @@ pub struct TrailSettings {
 enum Entry {
     /// The plugin started with these journals. The claims in `unreadable`, by UID, have journals that cannot be read.
     Started {
-        records: Vec<Record>,
+        records: Vec<ClaimRecord>,
         unreadable: BTreeSet<String>,
     },
     /// A claim has its devices.
-    Held { record: Record, pods: BTreeSet<Pod> },
+    Held {
+        record: ClaimRecord,
+        pods: BTreeSet<Pod>,
+    },
     /// More pods use a claim.
-    Joined { record: Record, pods: BTreeSet<Pod> },
+    Joined {
+        record: ClaimRecord,
+        pods: BTreeSet<Pod>,
+    },
     /// A claim's steps are undone, and its journal is removed.
     Released {
-        record: Record,
+        record: ClaimRecord,
         ended: Ended,
         at_end: BTreeMap<String, HeldAtEnd>,
     },
@@ -137,7 +143,7 @@ impl Audit {
     }
 
     /// Notes that a claim has its devices.
-    pub fn held(&self, record: &Record, pods: &BTreeSet<Pod>) {
+    pub fn held(&self, record: &ClaimRecord, pods: &BTreeSet<Pod>) {
         self.add(Entry::Held {
             record: record.clone(),
             pods: pods.clone(),
@@ -145,7 +151,7 @@ impl Audit {
     }
 
     /// Notes that more pods use a claim. A claim that was released meanwhile is left alone.
-    pub fn joined(&self, record: &Record, pods: &BTreeSet<Pod>) {
+    pub fn joined(&self, record: &ClaimRecord, pods: &BTreeSet<Pod>) {
         self.add(Entry::Joined {
             record: record.clone(),
             pods: pods.clone(),
@@ -155,7 +161,7 @@ impl Audit {
     /// Notes that the release of a claim begins: keeps how much of its memory was in use when the release first began.
     pub fn release_begins(
         &self,
-        record: &Record,
+        record: &ClaimRecord,
         read: impl FnOnce() -> BTreeMap<String, HeldAtEnd>,
     ) {
         let uid = &record.plan.allocation.uid;
@@ -166,7 +172,7 @@ impl Audit {
     }
 
     /// Notes that the steps of a claim are undone and that its journal is removed.
-    pub fn released(&self, record: &Record, ended: Ended) {
+    pub fn released(&self, record: &ClaimRecord, ended: Ended) {
         let at_end = self.at_end().remove(&record.plan.allocation.uid);
         self.add(Entry::Released {
             record: record.clone(),

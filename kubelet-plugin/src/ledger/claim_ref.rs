@@ -5,7 +5,7 @@ use std::fmt;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use tranche_driver::audit::Pod;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 
 /// A claim as the kubelet names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +26,7 @@ impl fmt::Display for ClaimRef {
 
 /// The names of a record's claim.
 #[must_use]
-pub fn claim_of(record: &Record) -> ClaimRef {
+pub fn claim_of(record: &ClaimRecord) -> ClaimRef {
     let allocation = &record.plan.allocation;
     ClaimRef {
         uid: allocation.uid.clone(),

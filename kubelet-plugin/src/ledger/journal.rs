@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use tranche_driver::journal::{JournalError, Record};
+use tranche_driver::journal::{ClaimRecord, JournalError};
 
 use crate::host::fs::{self, Durability, Fs, FsError};
 
@@ -110,7 +110,7 @@ pub struct Journal {
 /// The content of the folder at the start.
 #[derive(Debug, Default)]
 pub struct Loaded {
-    pub records: Vec<Record>,
+    pub records: Vec<ClaimRecord>,
     /// The others: the claim UID from the file name, and the error.
     pub refused: Vec<(String, StoreError)>,
 }
@@ -143,12 +143,12 @@ impl Journal {
     }
 
     /// Reads one claim's record, if there is one.
-    pub fn load(&self, uid: &str) -> Result<Option<Record>, StoreError> {
+    pub fn load(&self, uid: &str) -> Result<Option<ClaimRecord>, StoreError> {
         let path = self.path(uid);
         let Some(bytes) = self.fs.read(&path)? else {
             return Ok(None);
         };
-        match Record::decode(&bytes) {
+        match ClaimRecord::decode(&bytes) {
             Ok(record) if record.plan.allocation.uid == uid => Ok(Some(record)),
             Ok(record) => Err(StoreError::Misnamed {
                 path,
@@ -165,7 +165,7 @@ impl Journal {
 
     /// Writes one claim's record. After a power failure the old one or none may be there, but no part of one. That is enough:
     /// no container and no page outlives a power failure, and the claim is prepared anew (docs/adr/0006).
-    pub fn write(&self, record: &Record) -> Result<(), FsError> {
+    pub fn write(&self, record: &ClaimRecord) -> Result<(), FsError> {
         let path = self.path(&record.plan.allocation.uid);
         fs::replace(&*self.fs, &path, &record.encode(), 0o600, Durability::Disk)
     }

@@ -2,13 +2,13 @@
 
 use tranche_api::Tier;
 use tranche_api::usage::ClaimReference;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::{Cap, PreparedDevice};
 use tranche_driver::usage::Limit;
 
 /// How a usage names a claim.
 #[must_use]
-pub fn reference(record: &Record) -> ClaimReference {
+pub fn reference(record: &ClaimRecord) -> ClaimReference {
     let allocation = &record.plan.allocation;
     ClaimReference {
         namespace: allocation.namespace.clone(),

@@ -19,7 +19,7 @@ use tracing::{info, warn};
 use tranche_api::sharing_policy::OnBypass;
 use tranche_api::withheld::reason;
 use tranche_api::{Quantity, WithheldGpu};
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::{Cap, PAGES};
 use tranche_driver::usage;
 use tranche_driver::usage::departed::{Departed, Holding};
@@ -453,7 +453,7 @@ fn is_ended(
 fn report(
     parts: &WatchdogParts,
     gpu_uuid: &str,
-    (record, nth): &(Arc<Record>, usize),
+    (record, nth): &(Arc<ClaimRecord>, usize),
     bypass: &Bypass,
     ended: bool,
 ) -> Vec<BypassEvent> {
@@ -685,7 +685,7 @@ fn note(gpu: &str, device: &str, bypass: &Bypass, ended: bool) -> String {
 /// The process's pod; if its name is not known, the claim's pods or the claim.
 fn regarding<'a>(
     ledger: &Ledger,
-    record: &'a Record,
+    record: &'a ClaimRecord,
     bypass: &Bypass,
 ) -> impl Iterator<Item = ObjectReference> + use<'a> {
     let allocation = &record.plan.allocation;

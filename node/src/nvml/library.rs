@@ -190,7 +190,7 @@ impl Nvml for Library {
                 };
                 usage.partitions.push(PartitionUse {
                     uuid: compute.uuid.clone(),
-                    profile: instance.place.profile.to_string(),
+                    profile: instance.placement.profile.to_string(),
                     gpu_instance: instance.id,
                     compute_instance: compute.id,
                     memory: device.memory_info().ok().as_ref().map(usage::memory_of),

@@ -52,7 +52,7 @@ pub(super) fn instances<'a>(
         });
         Ok(gpu_state::Instance {
             id: it.id,
-            place,
+            placement: place,
             compute: compute.collect(),
         })
     };

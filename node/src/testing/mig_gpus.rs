@@ -225,10 +225,10 @@ impl MigGpus {
     /// another order does this.
     pub fn reorder(&self) {
         let gpus = &mut self.lock().description.gpus;
-        let mut places: Vec<_> = gpus.iter().map(|it| (it.minor, it.index, it.pci)).collect();
-        places.rotate_left(1);
-        for (gpu, place) in gpus.iter_mut().zip(places) {
-            (gpu.minor, gpu.index, gpu.pci) = place;
+        let mut placements: Vec<_> = gpus.iter().map(|it| (it.minor, it.index, it.pci)).collect();
+        placements.rotate_left(1);
+        for (gpu, placement) in gpus.iter_mut().zip(placements) {
+            (gpu.minor, gpu.index, gpu.pci) = placement;
         }
     }
 
@@ -287,12 +287,12 @@ impl Gpu {
                     pending: on,
                 };
             }
-            Change::CreateInstance(place) => {
+            Change::CreateInstance(placement) => {
                 if !self.actual.mig_mode.current {
                     return Err(not_supported().into());
                 }
-                self.slices(place).ok_or_else(not_supported)?;
-                if !self.is_free(place) {
+                self.slices(placement).ok_or_else(not_supported)?;
+                if !self.is_free(placement) {
                     return Err(insufficient());
                 }
                 let mut ids = 1..;
@@ -300,7 +300,7 @@ impl Gpu {
                 let id = ids.find(is_free).unwrap();
                 self.actual.instances.push(Instance {
                     id,
-                    place,
+                    placement,
                     compute: Vec::new(),
                 });
             }
@@ -314,7 +314,7 @@ impl Gpu {
                 instance.compute.push(ComputeInstance {
                     id: 0,
                     uuid: format!("MIG-{:08}-0000-5000-8000-000000000000", *uuids),
-                    slices: instance.place.profile.compute_slices.into(),
+                    slices: instance.placement.profile.compute_slices.into(),
                 });
             }
             Change::DestroyComputeInstance { instance, compute } => {
@@ -338,17 +338,19 @@ impl Gpu {
         Ok(())
     }
 
-    fn slices(&self, place: Placement) -> Option<Slices> {
-        let partition = self.geometry.partition(place.profile, place.start)?;
+    fn slices(&self, placement: Placement) -> Option<Slices> {
+        let partition = self
+            .geometry
+            .partition(placement.profile, placement.start)?;
         Some(partition.slices)
     }
 
-    fn is_free(&self, place: Placement) -> bool {
-        let places = self.actual.instances.iter().map(|it| it.place);
+    fn is_free(&self, placement: Placement) -> bool {
+        let placements = self.actual.instances.iter().map(|it| it.placement);
         let mut left = Some(self.geometry.whole);
-        for place in places.chain([place]) {
+        for placement in placements.chain([placement]) {
             left = left
-                .zip(self.slices(place))
+                .zip(self.slices(placement))
                 .and_then(|(left, taken)| left.less(taken));
         }
         left.is_some()
@@ -388,8 +390,8 @@ impl Nvml for MigGpus {
             };
             gpu.mig_mode = known.actual.mig_mode;
             let described = |it: &Instance| MigInstance {
-                profile: it.place.profile.to_string(),
-                start: it.place.start.into(),
+                profile: it.placement.profile.to_string(),
+                start: it.placement.start.into(),
                 id: it.id,
                 uuid: it.compute.first().map(|it| it.uuid.clone()),
             };
@@ -449,7 +451,7 @@ impl Nvml for MigGpus {
         let busy = self.utilization_rates(gpu_uuid).ok();
         let state = self.mig_state(gpu_uuid)?;
         let partitions = state.instances.iter().flat_map(|instance| {
-            let profile = instance.place.profile.to_string();
+            let profile = instance.placement.profile.to_string();
             instance.compute.iter().map(move |compute| PartitionUse {
                 uuid: compute.uuid.clone(),
                 profile: profile.clone(),
@@ -552,7 +554,7 @@ impl Driver for MigGpus {
 
 #[cfg(test)]
 mod tests {
-    use tranche_driver::gpu_state::{Next, Record, Wanted, next};
+    use tranche_driver::gpu_state::{GpuChanges, Next, Wanted, next};
 
     use super::*;
 
@@ -562,14 +564,14 @@ mod tests {
         let gpus = MigGpus::two_h100(Path::new("/"));
         let uuid = gpus.describe().unwrap().gpus[0].uuid.clone();
         let geometry = Geometry::read(&tables::h100(&[&uuid])).unwrap();
-        let place = |start, profile: &str| Placement {
+        let placement = |start, profile: &str| Placement {
             start,
             profile: profile.parse().unwrap(),
         };
-        let mut record = Record::default();
+        let mut record = GpuChanges::default();
         for partitions in [
-            BTreeSet::from([place(6, "1g.10gb"), place(0, "4g.40gb")]),
-            BTreeSet::from([place(0, "4g.40gb")]),
+            BTreeSet::from([placement(6, "1g.10gb"), placement(0, "4g.40gb")]),
+            BTreeSet::from([placement(0, "4g.40gb")]),
             BTreeSet::new(),
         ] {
             let wanted = Wanted {
@@ -594,7 +596,7 @@ mod tests {
         }
         assert!(record.is_empty());
 
-        let taken = Change::CreateInstance(place(0, "7g.80gb"));
+        let taken = Change::CreateInstance(placement(0, "7g.80gb"));
         let off = gpus.change_mig(&uuid, &taken).unwrap_err();
         assert!(
             matches!(off, ChangeError::Nvml(NvmlError::NotSupported { .. })),

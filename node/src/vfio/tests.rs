@@ -16,7 +16,7 @@ struct Machine {
     root: tempfile::TempDir,
     tree: Arc<Tree>,
     vfio: Vfio,
-    record: RefCell<Option<Record>>,
+    record: RefCell<Option<VfioRecord>>,
 }
 
 fn address(text: &str) -> PciAddress {

@@ -26,6 +26,8 @@ const SAMPLER: u32 = DAEMON - 1;
 
 /// How long a caller waits for a lock. A lock is only held longer if its holder has ended and no daemon runs.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How often a caller asks for a lock at least.
+const FEWEST_TURNS: u64 = 100_000;
 
 /// Why a charge fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -82,16 +84,18 @@ pub(crate) fn lock(gpu: &GpuState, owner: u32) -> Result<Guard<'_>, ChargeError>
         std::hint::spin_loop();
     }
     let asked = Instant::now();
-    loop {
+    // Turns count, too: if the machine stood still, the holder had no time to release the lock.
+    for turn in 0_u64.. {
         // The scheduler may have stopped the holder: let it run.
         std::thread::yield_now();
         if take() {
             return Ok(Guard(gpu));
         }
-        if asked.elapsed() > PATIENCE {
-            return Err(ChargeError::Stuck);
+        if turn > FEWEST_TURNS && asked.elapsed() > PATIENCE {
+            break;
         }
     }
+    Err(ChargeError::Stuck)
 }
 
 /// `CU_COMPUTEMODE_PROHIBITED` and `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.

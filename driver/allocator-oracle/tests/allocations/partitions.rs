@@ -148,10 +148,10 @@ fn allocate(scheduler: &mut Scheduler, name: &str, wanted: Wanted) -> Option<Dev
 }
 
 fn placed(model: &'static Model, device: DeviceName) -> Option<Placed> {
-    let place = device.place()?;
-    let name = place.profile.to_string();
+    let placement = device.placement()?;
+    let name = placement.profile.to_string();
     let profile = model.profiles.iter().find(|it| it.name == name).unwrap();
-    Some((profile, place.start.into()))
+    Some((profile, placement.start.into()))
 }
 
 /// Whether the result of a claim is right while these devices are held.
@@ -167,12 +167,12 @@ fn check(
             instances.push(placed);
         }
     }
-    let is_whole = held.iter().any(|it| it.place().is_none());
+    let is_whole = held.iter().any(|it| it.placement().is_none());
     if let Wanted::ShareOf(profile, tier) = wanted {
         return check_share(model, (profile, tier), held, &instances, got);
     }
     if let Wanted::Whole(tier) = wanted {
-        let is_of_tier = |it: &DeviceName| it.place().is_none() && it.tier() == tier;
+        let is_of_tier = |it: &DeviceName| it.placement().is_none() && it.tier() == tier;
         let shared = tier.is_shared() && held.len() < SHARERS && held.iter().all(is_of_tier);
         let expected = (held.is_empty() || shared).then_some(tier);
         return match got.map(DeviceName::tier) {
@@ -207,7 +207,7 @@ fn check_share(
     instances: &[Placed],
     got: Option<DeviceName>,
 ) -> Result<(), String> {
-    let is_whole = held.iter().any(|it| it.place().is_none());
+    let is_whole = held.iter().any(|it| it.placement().is_none());
     let has_room = |start: u32| {
         let at = (profile, start);
         let there: Vec<_> = held
@@ -222,7 +222,7 @@ fn check_share(
     let starts = profile.starts.iter().copied();
     let expected = starts.filter(|start| has_room(*start)).max();
     let got_start = got.and_then(|it| placed(model, it)).map(|it| it.1);
-    let is_share = got.is_none_or(|it| it.tier() == tier && it.place().is_some());
+    let is_share = got.is_none_or(|it| it.tier() == tier && it.placement().is_some());
     if is_share && got_start == expected {
         return Ok(());
     }

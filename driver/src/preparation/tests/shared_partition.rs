@@ -34,7 +34,7 @@ fn planned(
     plan(&allocation(name, results), &with_mig(), held).map_err(|error| error.to_string())
 }
 
-fn place(start: u8, profile: &str) -> Placement {
+fn placement(start: u8, profile: &str) -> Placement {
     Placement {
         start,
         profile: profile.parse().unwrap(),
@@ -48,7 +48,7 @@ fn a_share_holds_the_partition_and_has_a_cap() {
         panic!("{plan:?}")
     };
     let held = HeldPartition {
-        place: place(4, "3g.40gb"),
+        placement: placement(4, "3g.40gb"),
         mig: None,
     };
     assert_eq!(device.partition, Some(held));
@@ -86,9 +86,9 @@ fn a_share_holds_the_partition_and_has_a_cap() {
     let held = |plans: &[&PreparationPlan]| held_of(&gpu(0).uuid, plans.iter().copied()).partitions;
     assert_eq!(
         held(&[&plan, &other]),
-        BTreeSet::from([place(4, "3g.40gb")])
+        BTreeSet::from([placement(4, "3g.40gb")])
     );
-    assert_eq!(held(&[&other]), BTreeSet::from([place(4, "3g.40gb")]));
+    assert_eq!(held(&[&other]), BTreeSet::from([placement(4, "3g.40gb")]));
     assert_eq!(held(&[]), BTreeSet::new());
 }
 
@@ -177,7 +177,7 @@ fn a_concurrent_share_holds_the_partition_and_its_daemon() {
     assert_eq!(of_gpu.partitions.len(), 2);
     assert_eq!(
         of_gpu.partition_daemons,
-        BTreeSet::from([place(4, "3g.40gb")])
+        BTreeSet::from([placement(4, "3g.40gb")])
     );
     let here = "held by claim team-a/held in the tier concurrent";
     for (other, expected) in [
@@ -273,15 +273,15 @@ proptest! {
         }
         let devices: Vec<_> = held.iter().flat_map(|plan| &plan.devices).collect();
         let is_divided = devices.iter().any(|it| it.partition.is_some());
-        let mut places: BTreeMap<Placement, Vec<&PreparedDevice>> = BTreeMap::new();
+        let mut placements: BTreeMap<Placement, Vec<&PreparedDevice>> = BTreeMap::new();
         for device in devices {
             let name: DeviceName = device.device.parse().unwrap();
-            prop_assert_eq!(name.place().is_some(), is_divided);
-            places.entry(name.place().unwrap_or(Placement { start: 0, profile: "7g.80gb".parse::<Profile>().unwrap() })).or_default().push(device);
+            prop_assert_eq!(name.placement().is_some(), is_divided);
+            placements.entry(name.placement().unwrap_or(Placement { start: 0, profile: "7g.80gb".parse::<Profile>().unwrap() })).or_default().push(device);
         }
         let mut left: Slices = geometry.whole;
-        for (place, holders) in places {
-            let partition = geometry.partition(place.profile, place.start).unwrap();
+        for (placement, holders) in placements {
+            let partition = geometry.partition(placement.profile, placement.start).unwrap();
             left = left.less(partition.slices).unwrap();
             let is_shared = |tier| holders.iter().all(|it| it.tier == tier);
             prop_assert!(holders.len() == 1 || is_shared(Tier::Capped) || is_shared(Tier::Concurrent));

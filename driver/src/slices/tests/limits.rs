@@ -172,7 +172,7 @@ fn check_counters(device: &Device, sets: &BTreeMap<String, BTreeMap<String, Quan
         // A partition, shared or not, takes its part. Every other device takes the whole GPU, so that no two of them
         // can be allocated together.
         let name: DeviceName = device.name.parse().unwrap();
-        assert!(takes_all || name.place().is_some(), "{name}");
+        assert!(takes_all || name.placement().is_some(), "{name}");
     }
 }
 

@@ -70,17 +70,17 @@ fn fits_beside(held: &Device, device: &Device, sets: &BTreeMap<String, CounterSe
     })
 }
 
-fn place(device: &Device) -> Option<Placement> {
-    device.name.parse::<DeviceName>().unwrap().place()
+fn placement(device: &Device) -> Option<Placement> {
+    device.name.parse::<DeviceName>().unwrap().placement()
 }
 
 /// Whether a GPU can serve both at once.
 fn can_be_both(geometry: &Geometry, first: &Device, second: &Device) -> bool {
-    let (Some(first), Some(second)) = (place(first), place(second)) else {
+    let (Some(first), Some(second)) = (placement(first), placement(second)) else {
         return false;
     };
-    let slices = |place: Placement| {
-        let partition = geometry.partition(place.profile, place.start);
+    let slices = |placement: Placement| {
+        let partition = geometry.partition(placement.profile, placement.start);
         partition.unwrap().slices
     };
     let left = geometry.whole.less(slices(first)).unwrap();

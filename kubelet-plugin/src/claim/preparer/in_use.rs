@@ -3,7 +3,7 @@
 #[cfg(test)]
 mod tests;
 
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_node::page::AccountFile;
 use tranche_node::processes::containers::Containers;
 
@@ -12,7 +12,7 @@ use crate::host::layout::Layout;
 
 /// Refuses a claim whose devices somebody uses, or may use.
 pub(super) fn refuse_in_use(
-    record: &Record,
+    record: &ClaimRecord,
     containers: &Containers,
     layout: &Layout,
 ) -> Result<(), Problem> {

@@ -14,7 +14,7 @@ fn noon() -> Clock {
     Clock::new(|| "2026-11-21T12:00:00.5Z".parse().unwrap())
 }
 
-async fn prepared() -> (World, Arc<Record>, StatusWriter) {
+async fn prepared() -> (World, Arc<ClaimRecord>, StatusWriter) {
     let world = World::new();
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
     let record = world.prepare("a").await;
@@ -99,7 +99,7 @@ async fn a_silent_api_server_holds_nobody_up_for_long() {
     let (world, record, writer) = prepared().await;
     world.api.set_mood(Mood::NoAnswer);
     for n in 0..=CONCURRENT {
-        let mut other = Record::clone(&record);
+        let mut other = ClaimRecord::clone(&record);
         other.plan.allocation.uid = format!("{n}");
         writer.publish(&Arc::new(other));
     }

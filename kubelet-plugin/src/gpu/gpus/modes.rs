@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 use tranche_driver::gpu_state::{
-    Actual, Change, ComputeMode, Daemon, Next, Partition, Placement, Record, Served, Wanted,
+    Actual, Change, ComputeMode, Daemon, GpuChanges, Next, Partition, Placement, Served, Wanted,
     WantedDaemon, next,
 };
 use tranche_driver::mig::Geometry;
@@ -33,7 +33,7 @@ impl Gpus {
         gpu_uuid: &str,
         needs: HeldOfGpu,
         held: HeldOfGpu,
-        record: &mut Record,
+        record: &mut GpuChanges,
     ) -> Result<Reconciled, GpuError> {
         self.reconcile_time_slice(gpu_uuid, record)?;
         let new_daemon = needs_new_daemon(&needs, record);
@@ -82,7 +82,7 @@ struct Reconciliation<'a> {
 }
 
 impl Reconciliation<'_> {
-    fn run(mut self, record: &mut Record) -> Result<Reconciled, GpuError> {
+    fn run(mut self, record: &mut GpuChanges) -> Result<Reconciled, GpuError> {
         let has_mps = self.wanted.mps != WantedDaemon::None
             || !self.wanted.partition_daemons.is_empty()
             || record.mps.is_some();
@@ -125,7 +125,7 @@ impl Reconciliation<'_> {
         })
     }
 
-    fn next(&mut self, record: &Record, actual: &Actual) -> Result<Next, GpuError> {
+    fn next(&mut self, record: &GpuChanges, actual: &Actual) -> Result<Next, GpuError> {
         let next = next(&self.wanted, record, actual, self.geometry.as_ref());
         next.map_err(|obstacle| match self.stuck.take() {
             // The partition that could not be removed is in the way.
@@ -192,7 +192,7 @@ impl Reconciliation<'_> {
         // A switch of MIG mode may have changed the minor number.
         let minor = opened.nvml.minor(gpu_uuid)?;
         let root = opened.nodes.root().path();
-        let one = |(place, partition): (Placement, Partition)| {
+        let one = |(placement, partition): (Placement, Partition)| {
             let failed = |error| GpuError::Capabilities {
                 gpu: gpu_uuid.to_owned(),
                 error,
@@ -215,7 +215,7 @@ impl Reconciliation<'_> {
                 compute_instance: partition.compute,
                 capabilities: nodes.map(|node| node.minor),
             };
-            Ok((place, device))
+            Ok((placement, device))
         };
         Ok(Reconciled {
             minor: Some(minor),
@@ -236,9 +236,12 @@ fn of_daemon(gpu_uuid: &str, error: MpsError) -> GpuError {
 }
 
 /// Whether a daemon is needed that Tranche has not started.
-fn needs_new_daemon(needs: &HeldOfGpu, record: &Record) -> bool {
-    let recorded: BTreeSet<Placement> =
-        record.partition_daemons.iter().map(|it| it.place).collect();
+fn needs_new_daemon(needs: &HeldOfGpu, record: &GpuChanges) -> bool {
+    let recorded: BTreeSet<Placement> = record
+        .partition_daemons
+        .iter()
+        .map(|it| it.placement)
+        .collect();
     (needs.mps && record.mps.is_none()) || !needs.partition_daemons.is_subset(&recorded)
 }
 
@@ -261,11 +264,11 @@ fn wanted(needs: HeldOfGpu, held: HeldOfGpu) -> Wanted {
     let held_daemons = held
         .partition_daemons
         .into_iter()
-        .map(|place| (place, WantedDaemon::Held));
+        .map(|placement| (placement, WantedDaemon::Held));
     let needed_daemons = needs
         .partition_daemons
         .into_iter()
-        .map(|place| (place, WantedDaemon::Ready));
+        .map(|placement| (placement, WantedDaemon::Ready));
     Wanted {
         held: held.partitions,
         make: needs.partitions,
@@ -292,7 +295,7 @@ fn partition(actual: &Actual, mig_uuid: &str) -> BTreeMap<Placement, Partition> 
                 compute: compute.id,
                 uuid: compute.uuid.clone(),
             };
-            (instance.place, partition)
+            (instance.placement, partition)
         })
         .collect()
 }

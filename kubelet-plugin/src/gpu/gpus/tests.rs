@@ -75,7 +75,7 @@ fn product<A: Clone, B: Clone>(
         .flat_map(move |a| second.clone().into_iter().map(move |b| (a.clone(), b)))
 }
 
-fn place(profile: &str, start: u8) -> Placement {
+fn placement(profile: &str, start: u8) -> Placement {
     Placement {
         start,
         profile: profile.parse().unwrap(),
@@ -131,8 +131,8 @@ async fn a_claims_partitions_are_made_and_removed() {
             .find(|it| it.id == mig.gpu_instance)
             .unwrap();
         assert_eq!(
-            (instance.place, &instance.compute[0].uuid),
-            (partition.place, &mig.uuid)
+            (instance.placement, &instance.compute[0].uuid),
+            (partition.placement, &mig.uuid)
         );
         let share = world.layout.share("uid-of-a", &device.key);
         let page = std::fs::read(share.cap).unwrap();
@@ -187,7 +187,7 @@ async fn the_first_share_makes_a_partition_and_the_last_removes_it() {
     plugin.preparer.unprepare(&claim_ref("b")).await.unwrap();
     let left: Vec<_> = actual(&world, GPU).instances;
     assert_eq!(left.len(), 1);
-    assert_eq!(left[0].place, place("1g.10gb", 0));
+    assert_eq!(left[0].placement, placement("1g.10gb", 0));
     plugin.preparer.unprepare(&claim_ref("c")).await.unwrap();
     nothing_is_left(&world, "unprepared");
 }
@@ -372,8 +372,8 @@ impl Prepared {
         let state = |gpu: &tranche_api::gpu_node::Gpu| {
             // The driver does not know a GPU that is at VFIO.
             let actual = world.mig.mig_state(&gpu.uuid).unwrap_or_default();
-            let places = actual.instances.iter().map(|it| it.place).collect();
-            (gpu.uuid.clone(), (places, actual.compute_mode))
+            let placements = actual.instances.iter().map(|it| it.placement).collect();
+            (gpu.uuid.clone(), (placements, actual.compute_mode))
         };
         Self {
             files: contents
@@ -507,7 +507,7 @@ async fn one_failing_step_leaves_nothing_half_made() {
 /// For example, a call fails after the GPU instance was made and before the compute instance.
 #[tokio::test]
 async fn a_failing_call_of_the_driver_is_undone_and_named() {
-    let any = place("1g.10gb", 6);
+    let any = placement("1g.10gb", 6);
     for change in [
         Change::SwitchMigMode { on: true },
         Change::CreateInstance(any),
@@ -595,7 +595,7 @@ async fn an_administrators_partition_is_used_and_stays() {
     let administrator = world.driver();
     for change in [
         Change::SwitchMigMode { on: true },
-        Change::CreateInstance(place("2g.20gb", 4)),
+        Change::CreateInstance(placement("2g.20gb", 4)),
         Change::CreateComputeInstance { instance: 1 },
     ] {
         administrator.change_mig(GPU, &change).unwrap();

@@ -4,7 +4,7 @@
 mod tests;
 
 use tracing::info;
-use tranche_driver::gpu_state::{NextTimeSlice, Record, next_time_slice};
+use tranche_driver::gpu_state::{GpuChanges, NextTimeSlice, next_time_slice};
 
 use super::{GpuError, Gpus};
 
@@ -17,7 +17,7 @@ impl Gpus {
     pub(super) fn reconcile_time_slice(
         &self,
         gpu_uuid: &str,
-        record: &mut Record,
+        record: &mut GpuChanges,
     ) -> Result<(), GpuError> {
         let wanted = self.ledger.time_slices(gpu_uuid);
         if wanted.is_empty() && record.time_slice.is_none() {

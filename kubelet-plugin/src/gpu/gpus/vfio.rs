@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 use tranche_api::PciAddress;
 use tranche_api::gpu_node::Gpu;
-use tranche_driver::gpu_state::{AtVfio, Record};
+use tranche_driver::gpu_state::{AtVfio, GpuChanges};
 use tranche_driver::preparation::VfioGroup;
 use tranche_driver::vfio::{self, VFIO_DRIVER};
 use tranche_node::vfio::{ReconcileError, reconcile};
@@ -25,7 +25,7 @@ impl Gpus {
     pub(super) fn forget_other_boot(
         &self,
         gpu_uuid: &str,
-        record: &mut Record,
+        record: &mut GpuChanges,
     ) -> Result<(), GpuError> {
         let Some(at) = &record.vfio else {
             return Ok(());
@@ -41,7 +41,7 @@ impl Gpus {
     pub(super) fn enter_vfio(
         &self,
         gpu_uuid: &str,
-        record: &mut Record,
+        record: &mut GpuChanges,
     ) -> Result<VfioGroup, GpuError> {
         let described = match &record.vfio {
             Some(at) => (**at).clone(),
@@ -63,7 +63,11 @@ impl Gpus {
     }
 
     /// Gives a GPU, whose lock the caller holds, back to the driver that it had.
-    pub(super) fn leave_vfio(&self, gpu_uuid: &str, record: &mut Record) -> Result<(), GpuError> {
+    pub(super) fn leave_vfio(
+        &self,
+        gpu_uuid: &str,
+        record: &mut GpuChanges,
+    ) -> Result<(), GpuError> {
         if let Some(at) = record.vfio.clone() {
             self.reconcile_vfio(gpu_uuid, false, &at, record)?;
         }
@@ -75,7 +79,7 @@ impl Gpus {
         gpu_uuid: &str,
         wanted: bool,
         described: &AtVfio,
-        record: &mut Record,
+        record: &mut GpuChanges,
     ) -> Result<vfio::Actual, GpuError> {
         info!(gpu = gpu_uuid, wanted, "changing the GPU's kernel driver");
         let address: PciAddress =
@@ -91,7 +95,7 @@ impl Gpus {
         loop {
             let before = record.vfio.as_ref().map(|at| at.drivers.clone());
             let at = (address, Some(described.gpu.minor));
-            let mut write = |drivers: Option<&vfio::Record>| {
+            let mut write = |drivers: Option<&vfio::VfioRecord>| {
                 let at = drivers.map(|drivers| AtVfio {
                     drivers: drivers.clone(),
                     ..described.clone()
@@ -120,7 +124,7 @@ impl Gpus {
     fn write_vfio(
         &self,
         gpu_uuid: &str,
-        record: &mut Record,
+        record: &mut GpuChanges,
         at: Option<AtVfio>,
     ) -> Result<(), GpuError> {
         let mut new = record.clone();
@@ -147,7 +151,7 @@ impl Gpus {
             .find(|it| it.uuid == gpu_uuid)
             .ok_or_else(missing)?;
         Ok(AtVfio {
-            drivers: vfio::Record::default(),
+            drivers: vfio::VfioRecord::default(),
             gpu: Gpu {
                 minor: now.minor,
                 pci_bus_id: now.pci_bus_id(),

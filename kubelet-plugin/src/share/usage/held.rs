@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use tranche_api::usage::{Measure, Peak};
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::{PAGES, PreparedDevice};
 use tranche_driver::usage::{GpuReading, HeldDevice, Owner, User};
 use tranche_node::page::AccountFile;
@@ -51,7 +51,7 @@ impl LastListing {
     }
 
     /// The containers that have a claim's device: those that the kubelet lists, and pods of the claim that it does not list.
-    fn users(&self, ledger: &Ledger, record: &Record, device: &PreparedDevice) -> Vec<User> {
+    fn users(&self, ledger: &Ledger, record: &ClaimRecord, device: &PreparedDevice) -> Vec<User> {
         let allocation = &record.plan.allocation;
         let mut pods = ledger.pod_uids(&allocation.uid);
         let uids: BTreeMap<String, String> = pods
@@ -140,7 +140,7 @@ struct Account {
     last_launch: Option<u64>,
 }
 
-fn account(record: &Record, device: &PreparedDevice, layout: &Layout) -> Option<Account> {
+fn account(record: &ClaimRecord, device: &PreparedDevice, layout: &Layout) -> Option<Account> {
     // An oversubscribed share has a second account, of the memory that cannot move.
     let account = device.cap.accounts().last()?;
     if record.plan.pages != PAGES {

@@ -3,14 +3,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::PreparedDevice;
 use tranche_node::watchdog::compare::{Owner, ProcessId, Sample};
 
 use crate::share::held_device::limit;
 
 /// A device that a claim holds, by its key.
-pub type Devices = BTreeMap<String, (Arc<Record>, usize)>;
+pub type Devices = BTreeMap<String, (Arc<ClaimRecord>, usize)>;
 
 /// What runs on a GPU.
 #[derive(Debug)]

@@ -125,8 +125,10 @@ fn shares_have_the_partition_memory_less_reserve_and_contexts() {
     let mut seen = 0;
     for device in shared {
         let name: DeviceName = device.name.parse().unwrap();
-        let place = name.place().unwrap();
-        let partition = geometry.partition(place.profile, place.start).unwrap();
+        let placement = name.placement().unwrap();
+        let partition = geometry
+            .partition(placement.profile, placement.start)
+            .unwrap();
         let capacity = device.capacity.as_ref().unwrap();
         let memory = Quantity::try_from(&capacity[capacity::MEMORY].value).unwrap();
         let expected = partition.memory - (64 << 20) - 2 * (512 << 20);

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
-use tranche_driver::journal::Record;
+use tranche_driver::journal::ClaimRecord;
 
 use crate::claim::preparer::{ENDING_PAUSE, PATIENCE, Problem, UnprepareError};
 use crate::testing::{
@@ -11,7 +11,7 @@ use crate::testing::{
 };
 
 /// A plugin with a prepared claim `a`.
-async fn prepared(device: Given) -> (World, Plugin, Arc<Record>) {
+async fn prepared(device: Given) -> (World, Plugin, Arc<ClaimRecord>) {
     let world = World::new();
     let plugin = world.start();
     world.api.put(claim("a", &[device]));

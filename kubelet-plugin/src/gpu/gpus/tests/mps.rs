@@ -6,11 +6,11 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tranche_api::Tier;
-use tranche_driver::gpu_state::{ComputeMode, OwnedDaemon, Record};
+use tranche_driver::gpu_state::{ComputeMode, GpuChanges, OwnedDaemon};
 use tranche_mps::layout::{DeviceId, Files};
 
 use super::{
-    GPU, NONE, actual, nothing_is_left, place, refusal, two_concurrent_shares,
+    GPU, NONE, actual, nothing_is_left, placement, refusal, two_concurrent_shares,
     two_concurrent_shares_of_a_partition,
 };
 use crate::gpu::gpus::daemons::PERIOD;
@@ -18,7 +18,7 @@ use crate::testing::{
     Plugin, World, claim, claim_ref, concurrent, concurrent_on, partition, whole,
 };
 
-const OWNED: Record = Record {
+const OWNED: GpuChanges = GpuChanges {
     switched_mig_on: false,
     instances: Vec::new(),
     mps: Some(OwnedDaemon {
@@ -262,7 +262,7 @@ async fn claims_share_a_partitions_daemon_and_compute_mode_stays() {
     assert_eq!(world.mps.serving(), NONE);
     let left = actual(&world, GPU).instances;
     assert_eq!(left.len(), 1);
-    assert_eq!(left[0].place, place("1g.10gb", 0));
+    assert_eq!(left[0].placement, placement("1g.10gb", 0));
     unprepare(&plugin, "c").await;
     nothing_is_left(&world, "released");
 }
