@@ -12,24 +12,24 @@ pub const SOLE_PROVIDER: &str = "SoleProvider";
 /// Every GPU is offered in every tier of its policy. Written by the controller.
 pub const ALL_OFFERED: &str = "AllOffered";
 
-/// The node knows what all of its claims hold. Written by the plugin: while it is false, the GPUs of claims
-/// whose journals cannot be read count as taken, and new claims to them are refused.
+/// The node knows what all of its claims hold. Written by the plugin. While it is false, the GPUs of claims whose
+/// journals cannot be read count as taken, and new claims for them are refused.
 pub const CLAIMS_KNOWN: &str = "ClaimsKnown";
 
-/// The programs of the claim hold memory of the device and have run no kernel for as long as the SharingPolicy says. A condition of
-/// a claim's device (`status.devices[].conditions`), written by the controller.
+/// The programs of the claim hold memory of the device and have run no kernel for the SharingPolicy's
+/// `idle.afterSeconds`. A condition of a claim's device (`status.devices[].conditions`), written by the controller.
 pub const IDLE: &str = "Idle";
 
 /// A condition without its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
-    /// `type`.
+    /// The condition's `type`.
     pub kind: &'static str,
-    /// Whether it is true.
+    /// Whether the condition is true.
     pub holds: bool,
     /// The reason, one word in CamelCase.
     pub reason: &'static str,
-    /// The message for people.
+    /// The message.
     pub message: String,
 }
 

@@ -1,12 +1,12 @@
 //! `GpuNode`: what a node's hardware and driver can do, as its plugin reads it from NVML.
 //!
-//! Cluster-scoped, named after the node and owned by it. Two writers share the status, each with its own field manager:
-//! the plugin writes `inventory`, `withheld` and `registration`, the controller `published`, and each its own
-//! `conditions`. The hardware's part contains no policy; `published.gpus` returns to the node what it needs of the
-//! policies.
+//! A GpuNode is cluster-scoped, has the node's name and is owned by the node. Two writers share the status, each with
+//! its own field manager: the plugin writes `inventory`, `withheld` and `registration`, the controller writes
+//! `published`, and each writes its own `conditions`. The plugin's fields contain no policy. In `published.gpus` the
+//! controller gives the plugin the settings of the policies that the plugin needs.
 //!
-//! The types can hold everything that the schema accepts: one object that cannot be decoded would blind a watch to all
-//! nodes.
+//! The types can hold everything that the schema accepts, because one object that cannot be decoded would make a watch
+//! fail for all nodes.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::CustomResource;
@@ -20,7 +20,7 @@ use crate::sharing_policy::{Interval, OnBypass};
 use crate::vgpu::{GpuVgpu, VgpuRole};
 use crate::withheld::WithheldGpu;
 
-/// Nothing to configure: the object only reports.
+/// A GpuNode has no settings: it only reports.
 #[derive(CustomResource, Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[kube(
     group = "gpu.tranche.dev",
@@ -30,7 +30,7 @@ use crate::withheld::WithheldGpu;
     shortname = "gn",
     status = "GpuNodeStatus",
     derive = "PartialEq",
-    doc = "What a node's GPUs and their driver can do, and what the cluster was told of it.",
+    doc = "A node's GPUs and their driver, and what is published for them.",
     printcolumn = r#"{"name": "GPUs", "type": "integer", "jsonPath": ".status.inventory.gpuCount"}"#,
     printcolumn = r#"{"name": "Product", "type": "string", "jsonPath": ".status.inventory.gpus[0].productName"}"#,
     printcolumn = r#"{"name": "Driver", "type": "string", "jsonPath": ".status.inventory.driverVersion"}"#,
@@ -42,26 +42,27 @@ use crate::withheld::WithheldGpu;
 )]
 pub struct GpuNodeSpec {}
 
-/// What the node has, and how far the cluster knows it.
+/// The node's GPUs and driver, and what is published for them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeStatus {
-    /// The hardware and driver, written by the node's plugin. Missing while there is no driver to work
-    /// with: the condition `DriverReady` says why.
+    /// The node's GPUs and driver, written by the node's plugin. Absent while there is no usable driver: the condition
+    /// `DriverReady` says why.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub inventory: Option<Inventory>,
-    /// GPUs that the node found must not be offered, and why, written by the node's plugin.
+    /// The GPUs that must not be offered, or not in all tiers, and why. The node's plugin finds and writes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("x-kubernetes-list-type" = "atomic"))]
     pub withheld: Vec<WithheldGpu>,
     /// The plugin's newest registration with the kubelet, written by the node's plugin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub registration: Option<Registration>,
-    /// The ResourceSlices that stand for this node, written by the controller.
+    /// The ResourceSlices of this node, the settings for its plugin and the GPUs that are not offered, written by the
+    /// controller.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub published: Option<Published>,
-    /// `DriverReady`, `SoleProvider` and `ClaimsKnown`, written by the node's plugin, and `AllOffered`,
-    /// written by the controller.
+    /// The node's conditions. The node's plugin writes `DriverReady`, `SoleProvider` and `ClaimsKnown`; the controller
+    /// writes `AllOffered`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend(
         "x-kubernetes-list-type" = "map",
@@ -70,32 +71,33 @@ pub struct GpuNodeStatus {
     pub conditions: Vec<Condition>,
 }
 
-/// The GPUs of a node and the driver that serves them.
+/// The GPUs of a node and their driver.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Inventory {
-    /// Version of the kernel driver, for example `535.261.03`.
+    /// The version of the kernel driver, for example `535.261.03`.
     pub driver_version: String,
-    /// Newest CUDA version that the driver serves, `major.minor`.
+    /// The newest CUDA version that the driver supports, `major.minor`.
     pub cuda_driver_version: String,
-    /// The GPUs, by PCI address.
+    /// The GPUs, in the order of their PCI addresses.
     #[serde(default)]
     pub gpus: Vec<Gpu>,
-    /// How many GPUs there are, for people: printed columns cannot count.
+    /// The number of GPUs, for `kubectl get`'s columns.
     #[serde(default)]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub gpu_count: u32,
-    /// Functions that the driver's libcuda exports and the plugin's release does not know, sorted;
-    /// what they take of a capped share is not counted. Empty for a driver that it was tested with.
+    /// The functions that the driver's libcuda exports and the plugin's release does not know, sorted. Memory that they
+    /// allocate in a capped share is not counted. Empty for a driver with which the release was tested.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unknown_functions: Vec<String>,
-    /// How MIG divides the GPUs that can be partitioned and whose driver reports it; each of them once.
+    /// How MIG divides the GPUs. Each GPU that can be partitioned, and whose MIG profiles the driver reports, is in
+    /// exactly one entry.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mig_geometries: Vec<MigGeometry>,
 }
 
 impl Inventory {
-    /// An inventory of `gpus`, put in the order of their PCI addresses and counted.
+    /// An inventory of `gpus`, sorted by PCI address and counted.
     #[must_use]
     pub fn new(driver_version: String, cuda_driver_version: String, gpus: Vec<Gpu>) -> Self {
         let mut inventory = Self {
@@ -107,7 +109,7 @@ impl Inventory {
         inventory
     }
 
-    /// Adds GPUs, puts all in the order of their PCI addresses and counts them.
+    /// Adds GPUs, sorts all GPUs by PCI address and counts them.
     pub fn extend(&mut self, gpus: impl IntoIterator<Item = Gpu>) {
         let order = |gpu: &Gpu| (gpu.pci_bus_id.parse::<PciAddress>().ok(), gpu.uuid.clone());
         self.gpus.extend(gpus);
@@ -115,7 +117,7 @@ impl Inventory {
         self.gpu_count = u32::try_from(self.gpus.len()).unwrap_or(u32::MAX);
     }
 
-    /// How MIG divides a GPU, where the driver reports it.
+    /// How MIG divides a GPU, if the driver reports it.
     #[must_use]
     pub fn mig_geometry(&self, gpu: &Gpu) -> Option<&MigGeometry> {
         self.mig_geometries
@@ -128,61 +130,61 @@ impl Inventory {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Gpu {
-    /// `GPU-…` (`nvmlDeviceGetUUID`): what the GPU is known by; all else may change.
+    /// The GPU's UUID, `GPU-…` (`nvmlDeviceGetUUID`). It identifies the GPU; all other fields may change.
     pub uuid: String,
-    /// The N of `/dev/nvidiaN` (`nvmlDeviceGetMinorNumber`): it may change with every boot.
+    /// The GPU's minor number, the N of `/dev/nvidiaN` (`nvmlDeviceGetMinorNumber`). It may change with every boot.
     #[schemars(range(max = 4_294_967_295_u32))]
     pub minor: u32,
-    /// Its number in NVML and `nvidia-smi` (`nvmlDeviceGetIndex`): it may change with every boot.
+    /// The GPU's number in NVML and `nvidia-smi` (`nvmlDeviceGetIndex`). It may change with every boot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub index: Option<u32>,
-    /// `nvmlDeviceGetName`.
+    /// The product name (`nvmlDeviceGetName`).
     pub product_name: String,
-    /// `nvmlDeviceGetBrand`.
+    /// The brand (`nvmlDeviceGetBrand`).
     pub brand: String,
-    /// `nvmlDeviceGetArchitecture`.
+    /// The architecture (`nvmlDeviceGetArchitecture`).
     pub architecture: String,
-    /// `nvmlDeviceGetCudaComputeCapability`, `major.minor`.
+    /// The CUDA compute capability, `major.minor` (`nvmlDeviceGetCudaComputeCapability`).
     pub cuda_compute_capability: String,
-    /// `dddd:bb:dd.f`, lower case, as in sysfs.
+    /// The PCI address, `dddd:bb:dd.f` in lower case, as in sysfs.
     #[serde(rename = "pciBusID")]
     pub pci_bus_id: String,
-    /// `pcidddd:bb`, where the kernel tells it.
+    /// The PCIe root complex, `pcidddd:bb`. Absent if the kernel does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcie_root: Option<String>,
-    /// Where the kernel tells it.
+    /// The NUMA node. Absent if the kernel does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub numa_node: Option<u32>,
-    /// Total memory, bytes (`nvmlDeviceGetMemoryInfo_v2`, `total`).
+    /// The total memory, in bytes (`nvmlDeviceGetMemoryInfo_v2`, `total`).
     #[schemars(schema_with = "bytes_schema")]
     pub memory: Quantity,
-    /// Memory that the driver keeps for itself, bytes (`nvmlDeviceGetMemoryInfo_v2`, `reserved`).
+    /// The memory that the driver keeps for itself, in bytes (`nvmlDeviceGetMemoryInfo_v2`, `reserved`).
     #[schemars(schema_with = "bytes_schema")]
     pub reserved_memory: Quantity,
-    /// Memory that a CUDA context takes under this driver, bytes, where the node has measured it: the
-    /// least that a process with nothing but a context held.
+    /// The memory of a CUDA context under this driver, in bytes: the smallest amount that a process with only a context
+    /// held. Absent until the node has measured it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(schema_with = "bytes_schema")]
     pub context_memory: Option<Quantity>,
-    /// Streaming multiprocessors, where the driver tells it.
+    /// The number of streaming multiprocessors. Absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub multiprocessors: Option<u32>,
     /// Whether the GPU can be partitioned (`nvmlDeviceGetMigMode` is supported).
     #[serde(default)]
     pub mig_capable: bool,
-    /// Whether MIG mode is on now, and whether it will be after the next reset of the GPU.
+    /// Whether MIG mode is on now, and whether it will be on after the GPU's next reset.
     #[serde(default)]
     pub mig_mode: MigMode,
-    /// GPU instances that Tranche did not make: it offers them as they are, and never removes them.
+    /// The GPU instances that Tranche did not create. Tranche offers them as they are and never removes them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mig_instances: Vec<MigInstance>,
-    /// Whether a virtual machine can get the GPU; absent where it has no IOMMU group.
+    /// Whether a virtual machine can get the GPU. Absent if the GPU has no IOMMU group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vfio: Option<GpuVfio>,
-    /// What the driver says of vGPU; absent where the GPU is no vGPU and none can be made of it.
+    /// What the driver reports about vGPU. Absent if the GPU is not a vGPU and no vGPUs can be created on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vgpu: Option<GpuVgpu>,
 }
@@ -196,26 +198,26 @@ impl Gpu {
     }
 }
 
-/// What the kernel and its IOMMU say about giving a GPU to a virtual machine.
+/// Whether the kernel and the IOMMU allow a virtual machine to get a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuVfio {
-    /// The GPU's IOMMU group.
+    /// The number of the GPU's IOMMU group.
     #[schemars(range(max = 4_294_967_295_u32))]
     pub iommu_group: u32,
-    /// Why no virtual machine can get the GPU, and what to do about it; absent where one can.
+    /// Why no virtual machine can get the GPU, and what to do about it. Absent if a virtual machine can get it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub obstacle: Option<String>,
 }
 
-/// `nvmlDeviceGetMigMode`. Both are false on a GPU that cannot be partitioned.
+/// The MIG mode of a GPU (`nvmlDeviceGetMigMode`). Both fields are false for a GPU that cannot be partitioned.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigMode {
-    /// The mode in which the GPU is.
+    /// Whether MIG mode is on now.
     #[serde(default)]
     pub current: bool,
-    /// The mode in which the GPU will be after its next reset.
+    /// Whether MIG mode will be on after the GPU's next reset.
     #[serde(default)]
     pub pending: bool,
 }
@@ -224,9 +226,10 @@ pub struct MigMode {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Registration {
-    /// Grows by one with every registration and with every wipe that the live plugin saw.
+    /// The number of the registration. It grows by one when the plugin registers, and when the running plugin finds
+    /// that the node's ResourceSlices were deleted.
     pub epoch: i64,
-    /// Version of the plugin.
+    /// The plugin's version.
     pub plugin_version: String,
 }
 
@@ -234,72 +237,73 @@ pub struct Registration {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct Published {
-    /// The registration for which the slices were created.
+    /// The `epoch` of the registration for which the ResourceSlices were created.
     pub epoch: i64,
-    /// The pool's generation.
+    /// The generation of the node's pool.
     pub pool_generation: i64,
-    /// Names of the slices of the pool, in order.
+    /// The names of the pool's ResourceSlices, in order.
     #[serde(default)]
     pub slices: Vec<String>,
-    /// How many slices there are, for people: printed columns cannot count.
+    /// The number of ResourceSlices, for `kubectl get`'s columns.
     #[serde(default)]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub slice_count: u32,
-    /// Why the pool is not published as wanted (a feature gate that dropped fields, say), empty
-    /// when it is.
+    /// Why the pool is not published as planned, for example because the API server dropped fields whose feature gate
+    /// is off. Empty if there is no problem.
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub problem: String,
-    /// What the policies ask of the node itself, for each GPU of the inventory, by UUID.
+    /// The settings of the SharingPolicies that the node's plugin applies, for each GPU of the inventory, in the order
+    /// of their UUIDs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub gpus: Vec<PublishedGpu>,
-    /// All that the node has and that is not offered: what the node withholds, and what a
-    /// SharingPolicy or the GPU's description rules out.
+    /// All GPUs that are not offered, or not in all tiers: those in the node's own `withheld`, and those that cannot be
+    /// offered because of a SharingPolicy or the GPU's description.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub withheld: Vec<WithheldGpu>,
-    /// How many GPUs `withheld` speaks of, for people: printed columns cannot count.
+    /// The number of GPUs in `withheld`, for `kubectl get`'s columns.
     #[serde(default)]
     #[schemars(range(max = 4_294_967_295_u32))]
     pub withheld_count: u32,
 }
 
-/// What the policies ask of the node itself for one GPU. The plugin reads it here and knows no
-/// SharingPolicy. For a GPU that is not listed the defaults hold.
+/// The settings of the SharingPolicies that the node's plugin applies to one GPU. The plugin reads them here and does
+/// not read SharingPolicies. A GPU that is not listed has the default settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PublishedGpu {
-    /// `GPU-…`, as in the inventory.
+    /// The GPU's UUID, `GPU-…`, as in the inventory.
     pub uuid: String,
-    /// The SharingPolicy that holds for the GPU, absent where none matches.
+    /// The SharingPolicy that applies to the GPU. Absent if no policy matches.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
-    /// For shares in the tier `capped`.
+    /// The settings for shares in the tier `capped`.
     #[serde(default)]
     pub capped: PublishedCapped,
-    /// For shares in the tier `timeshared`.
+    /// The settings for shares in the tier `timeshared`.
     #[serde(default)]
     pub timeshared: PublishedTimeshared,
 }
 
-/// What a policy asks of the node for shares in the tier `capped`.
+/// The settings that the node's plugin applies to shares in the tier `capped`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PublishedCapped {
-    /// As in the SharingPolicy. A word that the plugin's release does not know means `Report`.
+    /// The SharingPolicy's `onBypass`. The plugin treats a value that its release does not know as `Report`.
     // Any string, so that a newer controller's word does not make an older schema refuse the status.
     #[schemars(with = "String")]
     #[serde(default)]
     pub on_bypass: OnBypass,
-    /// Of the driver's libraries, those that containers get beside `compute` and `utility`: names of the
-    /// SharingPolicy's `driverCapabilities`. A name that the plugin's release does not know is left out.
+    /// The driver's libraries that containers get in addition to `compute` and `utility`, by their names in the
+    /// SharingPolicy's `driverCapabilities`. The plugin ignores a name that its release does not know.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub extra_driver_capabilities: Vec<String>,
 }
 
-/// What a policy asks of the node for shares in the tier `timeshared`.
+/// The settings that the node's plugin applies to shares in the tier `timeshared`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct PublishedTimeshared {
-    /// As in the SharingPolicy. A word that the plugin's release does not know means `Default`.
+    /// The SharingPolicy's `interval`. The plugin treats a value that its release does not know as `Default`.
     // Any string, as above.
     #[schemars(with = "String")]
     #[serde(default)]

@@ -7,13 +7,13 @@
 //!  share_config ──► the opaque parameters of a claim or class        (user  -> node)
 //!  pci_address ───► the order of a node's GPUs
 //!  mig ───────────► how MIG divides a GPU
-//!  vgpu ──────────► a GPU that is a vGPU, or of which vGPUs are made
+//!  vgpu ──────────► a GPU that is a vGPU, or that hosts vGPUs
 //!  gpu_node ──────► what a node's hardware can do                    (node  -> controller)
 //!  withheld ──────► which GPUs are not offered, and why              (node, controller -> people)
 //!  usage ─────────► who uses which part of a node's GPUs            (node  -> people)
 //!  usage_api ─────► the same as API objects, of nodes and of claims  (controller -> people)
 //!  conditions ────► the node's conditions in the Kubernetes style    (node, controller -> people)
-//!  sharing_policy ► what the cluster's administrator offers of it    (admin -> controller)
+//!  sharing_policy ► how the cluster's administrator offers GPUs      (admin -> controller)
 //!  reference ─────► the page that lists the vocabulary
 //! ```
 //! This crate has no I/O, no clock, no client, and depends on no other crate of ours.

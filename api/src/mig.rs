@@ -5,84 +5,84 @@ use serde::{Deserialize, Serialize};
 
 use crate::quantity::{Quantity, bytes_schema};
 
-/// How MIG divides GPUs that are alike.
+/// How MIG divides GPUs that have the same profiles.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigGeometry {
-    /// The UUIDs of these GPUs.
+    /// The UUIDs of the GPUs.
     #[schemars(extend("x-kubernetes-list-type" = "set"))]
     pub gpus: Vec<String>,
-    /// The profiles of GPU instances that the driver offers, in the order of their ids.
+    /// The GPU instance profiles that the driver offers, in the order of their ids.
     pub profiles: Vec<MigProfile>,
 }
 
-/// A profile of GPU instances (`nvmlGpuInstanceProfileInfo_v2_t`).
+/// A GPU instance profile (`nvmlGpuInstanceProfileInfo_v2_t`).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigProfile {
-    /// As in NVML's `name` without the word MIG: `1g.10gb`, `1g.10gb+me`.
+    /// The profile's name: NVML's `name` without the word MIG, for example `1g.10gb` or `1g.10gb+me`.
     pub name: String,
-    /// As `nvidia-smi mig -lgip` shows it (`id`).
+    /// The profile's id (`id`), as `nvidia-smi mig -lgip` shows it.
     #[schemars(range(max = 4_294_967_295_u32))]
     pub id: u32,
-    /// Compute slices of an instance (`sliceCount`).
+    /// The number of compute slices of an instance (`sliceCount`).
     #[schemars(range(min = 1, max = 255))]
     pub compute_slices: u32,
-    /// Memory slices of an instance: the size of its placements (`nvmlGpuInstancePlacement_t`).
+    /// The number of memory slices of an instance, which is the size of its placements (`nvmlGpuInstancePlacement_t`).
     #[schemars(range(min = 1, max = 255))]
     pub memory_slices: u32,
-    /// The first memory slices of the possible placements
-    /// (`nvmlDeviceGetGpuInstancePossiblePlacements_v2`).
+    /// The possible placements of an instance (`nvmlDeviceGetGpuInstancePossiblePlacements_v2`): the number of the
+    /// first memory slice of each.
     pub placements: Vec<u32>,
-    /// Memory of an instance, bytes (`memorySizeMB`).
+    /// The memory of an instance, in bytes (`memorySizeMB`).
     #[schemars(schema_with = "bytes_schema")]
     pub memory: Quantity,
-    /// Streaming multiprocessors of an instance.
+    /// The number of streaming multiprocessors of an instance.
     #[schemars(range(max = 4_294_967_295_u32))]
     pub multiprocessors: u32,
-    /// Most instances of the profile at the same time (`instanceCount`).
+    /// The maximum number of instances of the profile that can exist at the same time (`instanceCount`).
     #[schemars(range(max = 4_294_967_295_u32))]
     pub instances: u32,
-    /// The instance's other engines.
+    /// The engines of an instance other than its multiprocessors.
     #[serde(default)]
     pub engines: MigEngines,
 }
 
-/// Engines of a GPU instance beside its multiprocessors.
+/// The engines of a GPU instance other than its multiprocessors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct MigEngines {
-    /// `copyEngineCount`.
+    /// The number of copy engines (`copyEngineCount`).
     #[schemars(range(max = 4_294_967_295_u32))]
     pub copy: u32,
-    /// `decoderCount`.
+    /// The number of video decoders (`decoderCount`).
     #[schemars(range(max = 4_294_967_295_u32))]
     pub decoders: u32,
-    /// `encoderCount`.
+    /// The number of video encoders (`encoderCount`).
     #[schemars(range(max = 4_294_967_295_u32))]
     pub encoders: u32,
-    /// `jpegCount`.
+    /// The number of JPEG engines (`jpegCount`).
     #[schemars(range(max = 4_294_967_295_u32))]
     pub jpeg: u32,
-    /// `ofaCount`.
+    /// The number of engines for optical flow (`ofaCount`).
     #[schemars(range(max = 4_294_967_295_u32))]
     pub ofa: u32,
 }
 
-/// A GPU instance that Tranche did not make.
+/// A GPU instance that Tranche did not create.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct MigInstance {
-    /// Its profile's name.
+    /// The name of the instance's profile.
     pub profile: String,
-    /// The first of its memory slices.
+    /// The number of the instance's first memory slice.
     #[schemars(range(max = 255))]
     pub start: u32,
-    /// Its id, as `nvidia-smi mig -lgi` shows it.
+    /// The instance's id, as `nvidia-smi mig -lgi` shows it.
     #[schemars(range(max = 4_294_967_295_u32))]
     pub id: u32,
-    /// The UUID of the MIG device, `MIG-…`, of its only compute instance if that has all of its slices; absent where it has
-    /// none, or several.
+    /// The UUID of the instance's MIG device, `MIG-…`, if the instance has exactly one compute instance and that has
+    /// all of its compute slices. Absent otherwise.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub uuid: Option<String>,
 }

@@ -9,15 +9,16 @@ pub const VERSION: &str = "v1alpha1";
 /// `apiVersion` of everything in [`GROUP`].
 pub const API_VERSION: &str = "gpu.tranche.dev/v1alpha1";
 
-/// Whether a DeviceClass has a name in our domain: `capped.gpu.tranche.dev`. An administrator's own class of our
-/// devices is recognized only by such a name.
+/// Whether a DeviceClass has a name in this driver's domain, such as `capped.gpu.tranche.dev`. An administrator's own
+/// class for devices of this driver is recognized only by such a name.
 #[must_use]
 pub fn is_class(name: &str) -> bool {
     name.strip_suffix(DRIVER)
         .is_some_and(|tier| tier.ends_with('.'))
 }
 
-/// The attribute `isolation` of capped shares of a GPU whose memory is oversubscribed, and the first word of their DeviceClass.
+/// The attribute `isolation` of capped shares of a GPU whose memory is oversubscribed, and the first word of their
+/// DeviceClass.
 pub const OVERSUBSCRIBED: &str = "oversubscribed";
 
 /// The annotation that protects an idle claim or pod, with the value [`KEEP`].
@@ -36,13 +37,13 @@ pub fn pool(node: &str) -> String {
     format!("{node}/gpu")
 }
 
-/// The node of a pool of ours.
+/// The node of a pool of this driver; `None` for any other pool.
 #[must_use]
 pub fn own_node(pool: &str) -> Option<&str> {
     pool.strip_suffix("/gpu")
 }
 
-/// The node of a pool; the pool's own name if it is not one of ours.
+/// The node of a pool of this driver; the pool's own name for any other pool.
 #[must_use]
 pub fn node_of(pool: &str) -> &str {
     own_node(pool).unwrap_or(pool)

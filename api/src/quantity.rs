@@ -1,11 +1,11 @@
 //! Kubernetes quantities with exact arithmetic and Go's canonical form.
 //!
 //! A [`Quantity`] is a whole number of billionths in an `i128`, so sums and comparisons never round. Two quantities are
-//! equal if their values are, in whatever form they are written. Printing gives the form of
+//! equal if their values are equal, in whatever form they are written. Printing gives the form of
 //! `k8s.io/apimachinery/pkg/api/resource`: the suffix family of the text is kept, the number has no fraction, and the
-//! suffix is the largest that allows it. Go silently changes some amounts: it rounds beyond nine decimal places and cuts
-//! binary amounts off at 2^63-1. Parsing here fails for them, because a limit must not differ from what its author
-//! wrote.
+//! suffix is the largest for which that is possible. Go silently changes some amounts: it rounds beyond nine decimal
+//! places and limits binary amounts to 2^63-1. Parsing here fails for such amounts, because a limit must not differ
+//! from what its author wrote.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -46,7 +46,7 @@ pub enum Format {
 
 /// An exact amount, between about -1.7e29 and 1.7e29 in steps of a billionth.
 ///
-/// Equality, order and hash go by value: `1Gi` is `1024Mi` is `1073741824`.
+/// Equality, order and hash use the value: `1Gi`, `1024Mi` and `1073741824` are equal.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Quantity {
     nanos: i128,
@@ -91,7 +91,7 @@ pub enum ParseError {
 #[error("the result is out of range: its magnitude must stay below 1.7e29")]
 pub struct Overflow;
 
-/// An amount that is not a count of anything.
+/// An amount that is not a count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CountError {
     /// Below zero.

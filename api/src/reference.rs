@@ -87,9 +87,9 @@ A claim takes a device with a taint only if it tolerates it.
         "
 ## GPUs that are not offered
 
-`kubectl get gpunode NODE -o yaml` lists under `status.published.withheld` every GPU of which not all
-is offered that its SharingPolicy asks for, with the tiers (all where none is named), a reason and a
-message that says what to do. A device that a claim holds stays published with the taint
+`kubectl get gpunode NODE -o yaml` lists under `status.published.withheld` every GPU that is not offered,
+or not in all tiers of its SharingPolicy, with these tiers (none means all), a reason and a message that
+says what to do. A device that a claim holds stays published with the taint
 `gpu.tranche.dev/withdrawn` until the claim is released.
 
 | reason | found by | meaning |

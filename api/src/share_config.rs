@@ -38,26 +38,26 @@ pub const COMPUTE_FIELDS: [&str; 1] = ["mode"];
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ShareConfig {
-    /// How the share's compute limit is kept.
+    /// How the share's compute limit is enforced.
     pub compute: Compute,
 }
 
-/// How a share's compute limit is kept.
+/// How a share's compute limit is enforced.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Compute {
-    /// Whether idle neighbours' time may be used.
+    /// Whether the share may use the time of idle neighbours.
     pub mode: ComputeMode,
 }
 
-/// Whether a share may use its idle neighbours' time.
+/// Whether a share may use the time of idle neighbours.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub enum ComputeMode {
-    /// Never more than `cores`, even on an idle GPU.
+    /// The share never gets more than `cores`, even on an idle GPU.
     #[default]
     Strict,
-    /// More than `cores` while the GPU is idle; `cores` is the floor under contention.
+    /// The share gets more than `cores` while the GPU is idle, and at least `cores` under contention.
     WorkConserving,
 }
 
@@ -69,7 +69,7 @@ impl ComputeMode {
     ];
 }
 
-/// The parameters of one author: only the fields that were set.
+/// The parameters of one author, with only the fields that are set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     /// `compute.mode`.
@@ -112,7 +112,7 @@ impl Parameters {
 
 /// Whether a config entry that names `requests` applies to the allocation result of `request`.
 ///
-/// No names means every request. A result of a `firstAvailable` request is called `main/sub`; an
+/// An entry without names applies to every request. A result of a `firstAvailable` request is called `main/sub`; an
 /// entry may name `main`, for all its subrequests, or `main/sub`.
 #[must_use]
 pub fn applies_to(requests: &[String], request: &str) -> bool {

@@ -1,12 +1,13 @@
-//! `SharingPolicy`: how the cluster's admin offers the hardware.
+//! `SharingPolicy`: how the cluster's administrator offers the GPUs.
 //!
-//! Cluster-scoped. Of the policies that match a GPU, the one with the highest `priority` applies; among equals the
-//! first by name. A GPU that no policy matches is offered as exclusive only.
+//! A SharingPolicy is cluster-scoped. If several policies match a GPU, the one with the highest `priority` applies;
+//! among equals, the first by name. A GPU that no policy matches is offered only in the tier `exclusive`.
 //!
 //! The schema lets the API server refuse an invalid policy. Its rules are written in CEL, where `quantity(string(…))`
 //! reads an amount that may be an integer or a string, and where `1.5Gi` does not count as an integer although it is
-//! one. The types here can hold everything that the schema accepts: one object that cannot be decoded would blind a
-//! watch to all. The server prunes fields that the schema does not know, so the types need not refuse them.
+//! one. The types here can hold everything that the schema accepts, because one object that cannot be decoded would
+//! make a watch fail for all objects. The server prunes fields that the schema does not know, so the types need not
+//! refuse them.
 
 mod idle;
 
@@ -20,7 +21,7 @@ use crate::tier::Tier;
 
 pub use idle::{IdleAction, IdlePolicy, LEAST_AFTER_SECONDS, MOST_SECONDS};
 
-/// Which GPUs, and what is offered of them.
+/// The GPUs to which the policy applies, and how they are offered.
 #[derive(CustomResource, Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[kube(
     group = "gpu.tranche.dev",
@@ -29,50 +30,52 @@ pub use idle::{IdleAction, IdlePolicy, LEAST_AFTER_SECONDS, MOST_SECONDS};
     plural = "sharingpolicies",
     shortname = "sp",
     derive = "PartialEq",
-    doc = "What the cluster's admin offers of the GPUs that it matches.",
+    doc = "How the GPUs that the policy matches are offered.",
     printcolumn = r#"{"name": "Priority", "type": "integer", "jsonPath": ".spec.priority"}"#,
     printcolumn = r#"{"name": "Tiers", "type": "string", "jsonPath": ".spec.tiers"}"#,
     printcolumn = r#"{"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"}"#
 )]
 #[serde(rename_all = "camelCase")]
 pub struct SharingPolicySpec {
-    /// Of the policies that match a GPU, the highest holds; among equals the first by name.
+    /// The policy's priority, -1000000000 to 1000000000, default 0. If several policies match a GPU, the one with the
+    /// highest priority applies; among equals, the first by name.
     #[schemars(range(min = -1_000_000_000, max = 1_000_000_000))]
     #[serde(default)]
     pub priority: i32,
-    /// The nodes it speaks of; all where absent.
+    /// A label selector for the nodes to which the policy applies. If it is absent, the policy applies to all nodes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_selector: Option<LabelSelector>,
-    /// The products it speaks of (`productName`, exactly); all where empty. Where several of `products`, `uuids` and
-    /// `indices` are set, a GPU must be in each of them.
+    /// The products to which the policy applies, by their exact `productName`. An empty list means all products. If
+    /// several of `products`, `uuids` and `indices` are set, a GPU must be in each of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub products: Vec<String>,
-    /// The GPUs it speaks of by UUID, as `nvidia-smi -L` prints them; all where empty.
+    /// The UUIDs of the GPUs to which the policy applies, as `nvidia-smi -L` prints them. An empty list means all GPUs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "uuids_schema")]
     pub uuids: Vec<String>,
-    /// The GPUs it speaks of by their number in `nvidia-smi`, on each node; all where empty. The number of a GPU may change
-    /// with every boot: name GPUs by `uuids` where the same one must always be meant.
+    /// The numbers in `nvidia-smi` of the GPUs to which the policy applies, on each node. An empty list means all GPUs.
+    /// The number of a GPU may change with every boot: use `uuids` if the policy must always apply to the same GPU.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "indices_schema")]
     pub indices: Vec<u32>,
-    /// The tiers offered: at least one, each once.
+    /// The tiers in which the GPUs are offered: at least one, each at most once.
     #[schemars(length(min = 1, max = 6), extend("x-kubernetes-list-type" = "set"))]
     pub tiers: Vec<Tier>,
     /// How GPUs are shared in the tier `capped`.
     #[serde(default)]
     pub capped: CappedPolicy,
-    /// How GPUs are shared in the tier `concurrent`. Whatever is not said here is as in `capped`: the sizes of shares, the
-    /// contexts, the driver's libraries, untested drivers and what a bypass costs.
+    /// How GPUs are shared in the tier `concurrent`. All other settings of the tier are those of `capped`: the sizes of
+    /// shares, the memory for CUDA contexts, `driverCapabilities`, `untestedDriver` and `onBypass`.
     #[serde(default)]
     pub concurrent: ConcurrentPolicy,
-    /// Which partitions GPUs are divided into in the tier `partition`.
+    /// The partitions into which GPUs are divided in the tier `partition`.
     #[serde(default)]
     pub partition: PartitionPolicy,
     /// How GPUs are shared in the tier `timeshared`.
     #[serde(default)]
     pub timeshared: TimesharedPolicy,
-    /// What happens to claims whose programs hold memory of the GPU and run no kernel; nothing where absent.
+    /// What happens to claims whose programs hold memory of the GPU and run no kernel. If it is absent, nothing
+    /// happens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle: Option<IdlePolicy>,
 }
@@ -121,85 +124,87 @@ pub struct SharingPolicySpec {
     ),
 ]))]
 pub struct CappedPolicy {
-    /// The most shares of one GPU, 1-128.
+    /// The maximum number of shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
-    /// Sharers for whose CUDA contexts memory is kept free, 0 to `maxSharers`.
+    /// The number of sharers for whose CUDA contexts memory is kept free, 0 to `maxSharers`.
     #[schemars(range(min = 0, max = 128))]
     pub expected_sharers: u32,
-    /// Memory kept free for one sharer's CUDA context, bytes. Where absent, the size that the node measured
-    /// for its model of GPU and its driver (`contextMemory` in the GpuNode's inventory), and 512Mi until it
+    /// The memory that is kept free for one sharer's CUDA context, in bytes. The default is the size that the node has
+    /// measured for this GPU model and driver (`contextMemory` in the GpuNode's inventory), or 512Mi until it has
     /// measured one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_memory: Option<Quantity>,
-    /// How much memory the shares of a GPU have together, in percent of what it has for them, 100-400. Above 100 what programs
-    /// allocate is managed memory, which the driver moves to the host when the GPU is full and back when it is used: such
-    /// shares are slow where they use much at a time, need as much memory of the host, and are offered by the class
-    /// `oversubscribed.gpu.tranche.dev` alone. What cannot move (contexts, modules, arrays, pools, `cuMemCreate`) is limited to
-    /// the share's part of the GPU itself. Not for partitions and concurrent shares, which stay as they are; the GPU must be of the
+    /// The memory of all shares of a GPU together, in percent of the memory that the GPU has for shares, 100-400. If it
+    /// is above 100, the memory that programs allocate is managed memory: the driver moves it to the host when the GPU
+    /// is full, and back when it is used. Such shares are slow if they use much of their memory at a time, need host
+    /// memory for the memory that is moved, and are offered only by the DeviceClass `oversubscribed.gpu.tranche.dev`.
+    /// Memory that cannot be moved (contexts, modules, arrays, memory pools, `cuMemCreate`) is limited to the share's
+    /// part of the GPU's own memory. Partitions and concurrent shares are not oversubscribed. The GPU must be of the
     /// Pascal generation or later.
     #[schemars(range(min = 100, max = 400))]
     pub memory_oversubscription: u32,
-    /// Granularity and minimum of a share's memory, bytes.
+    /// The granularity and minimum of a share's memory, in bytes.
     #[schemars(extend("nullable" = false))]
     pub memory_step: Quantity,
-    /// Memory of a share that names none, a multiple of `memoryStep`; an equal part for
-    /// `maxSharers` where absent.
+    /// The memory of a share whose claim requests no memory, in bytes, a multiple of `memoryStep`. The default is an
+    /// equal part for each of the `maxSharers` sharers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_memory: Option<Quantity>,
-    /// Granularity and minimum of a share's cores, percent: 1, 2, 4, 5, 10, 20, 25 or 50.
+    /// The granularity and minimum of a share's cores, in percent: 1, 2, 4, 5, 10, 20, 25 or 50.
     #[schemars(range(min = 1, max = 50))]
     pub cores_step: u32,
-    /// Cores (percent) of a share that names none, a multiple of `coresStep`; an equal part for
-    /// `maxSharers` where absent.
+    /// The cores of a share whose claim requests no cores, in percent, a multiple of `coresStep`. The default is an
+    /// equal part for each of the `maxSharers` sharers.
     #[schemars(range(min = 1, max = 100))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_cores: Option<u32>,
-    /// What happens to the tier where the driver has functions that Tranche does not know:
-    /// `Taint` closes it to new claims that do not tolerate
-    /// `gpu.tranche.dev/untested-driver`, `Allow` only tells by the attribute `untestedDriver`.
+    /// What happens to the tier if the driver has functions that Tranche does not know. `Taint`: new claims get a share
+    /// only if they tolerate `gpu.tranche.dev/untested-driver`. `Allow`: the tier stays open, and only the attribute
+    /// `untestedDriver` shows it.
     pub untested_driver: UntestedDriver,
-    /// What the node does with a process that holds memory of the GPU which its share's account does
-    /// not have: `Report` names it by a metric, an event on its pod and a log line, `Kill` ends it
-    /// (SIGKILL) as well.
+    /// What the node does with a process that holds memory of the GPU that is not in its share's account. `Report`: the
+    /// node reports the process by a metric, an event on its pod and a log line. `Kill`: the node also ends the process
+    /// (SIGKILL).
     pub on_bypass: OnBypass,
-    /// Which of the driver's libraries containers get, as `NVIDIA_DRIVER_CAPABILITIES` names them; `opencl`
-    /// is a name of its own here. Always `compute` and `utility`, which the cap holds; memory that is
+    /// The driver's libraries that containers get, as `NVIDIA_DRIVER_CAPABILITIES` names them; `opencl` has its own
+    /// name here. The list must contain `compute` and `utility`, to whose libraries the cap applies. Memory that is
     /// allocated through any other library is not counted.
     #[schemars(schema_with = "driver_capabilities_schema")]
     pub driver_capabilities: Vec<String>,
-    /// The MIG profiles of which partitions are offered in shares, too, as `nvidia-smi mig -lgip` names them; none where empty.
-    /// Each partition of such a profile is a device that several claims of the tier `capped` share; its shares are as those
-    /// of a GPU, with percent of the partition's time. The first share makes the partition, the last one removes it.
+    /// The MIG profiles whose partitions are also offered in capped shares, as `nvidia-smi mig -lgip` names them. An
+    /// empty list means none. Each partition of such a profile is a device that several claims of the tier `capped`
+    /// share. Its shares are like those of a GPU; their cores are percent of the partition's time. The partition is
+    /// created for the first share and removed after the last one.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "profiles_schema")]
     pub on_partitions: Vec<String>,
 }
 
-/// The names in `driverCapabilities`.
+/// The valid names in `driverCapabilities`.
 pub const DRIVER_CAPABILITIES: [&str; 7] = [
     "compute", "utility", "video", "graphics", "display", "ngx", "opencl",
 ];
 
-/// What every capped share has of the driver.
+/// The names in `driverCapabilities` that every capped share has.
 pub const CAPPED_CAPABILITIES: [&str; 2] = ["compute", "utility"];
 
-/// What happens to a tier that a driver's unknown functions may escape.
+/// What happens to a tier whose cap the driver's unknown functions may bypass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum UntestedDriver {
-    /// Closed to new claims that do not tolerate it.
+    /// The tier is closed to new claims that do not tolerate the taint.
     #[default]
     Taint,
-    /// Open.
+    /// The tier stays open.
     Allow,
 }
 
-/// What the node does with a process that goes around its share's cap.
+/// What the node does with a process that bypasses its share's cap.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum OnBypass {
-    /// Names it and ends it.
+    /// The node reports the process and ends it.
     Kill,
-    /// Names it. A word that this release does not know means this too.
+    /// The node reports the process. A value that this release does not know has the same effect.
     #[default]
     #[serde(other)]
     Report,
@@ -209,7 +214,8 @@ pub enum OnBypass {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct PartitionPolicy {
-    /// The MIG profiles that are offered, as `nvidia-smi mig -lgip` names them; all that the GPU has where empty.
+    /// The MIG profiles that are offered, as `nvidia-smi mig -lgip` names them. An empty list means all profiles of the
+    /// GPU.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "profiles_schema")]
     pub profiles: Vec<String>,
@@ -219,13 +225,13 @@ pub struct PartitionPolicy {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct ConcurrentPolicy {
-    /// The most shares of one GPU, 1-48. An MPS server has at most 48 clients (60 from driver 580 on), and each process of a
-    /// share is one: leave room where shares run several.
+    /// The maximum number of shares of one GPU, 1-48. An MPS server has at most 48 clients (60 from driver 580 on), and
+    /// each process of a share is a client: set a lower number if shares run several processes.
     #[schemars(range(min = 1, max = 48))]
     pub max_sharers: u32,
-    /// The MIG profiles of which partitions are offered in concurrent shares, too, as `nvidia-smi mig -lgip` names them; none where
-    /// empty. Each partition of such a profile has an MPS daemon of its own while it has shares, which are as those of a GPU, with
-    /// percent of the partition's multiprocessors.
+    /// The MIG profiles whose partitions are also offered in concurrent shares, as `nvidia-smi mig -lgip` names them.
+    /// An empty list means none. Each partition of such a profile has its own MPS daemon while it has shares. Its
+    /// shares are like those of a GPU; their cores are percent of the partition's multiprocessors.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schemars(schema_with = "profiles_schema")]
     pub on_partitions: Vec<String>,
@@ -235,18 +241,19 @@ pub struct ConcurrentPolicy {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase", default)]
 pub struct TimesharedPolicy {
-    /// The most shares of one GPU, 1-128.
+    /// The maximum number of shares of one GPU, 1-128.
     #[schemars(range(min = 1, max = 128))]
     pub max_sharers: u32,
-    /// How long a process has the GPU before the driver gives it to the next one, as
-    /// `nvidia-smi compute-policy --set-timeslice` names it: set while the GPU has timeshared shares. `Default` leaves the GPU
-    /// as it is; others need a GPU of the Volta generation or later. A claim keeps what held when it was prepared, and on a
-    /// GPU with several the one that was set first stays as long as its claims do. Not a protection: a program can still
-    /// take all of the GPU's memory, and with more processes it has more of its time.
+    /// The length of the driver's time slices: how long a process has the GPU before the driver gives it to the next
+    /// one. The names are those of `nvidia-smi compute-policy --set-timeslice`. The length is set while the GPU has
+    /// timeshared shares. `Default` does not change the GPU; the other values need a GPU of the Volta generation or
+    /// later. A claim keeps the value that applied when it was prepared. If the claims of a GPU have different values,
+    /// the value that was set first stays until its last claim is released. The time slices protect no share: a program
+    /// can still take all of the GPU's memory, and a program with more processes gets more of the GPU's time.
     pub interval: Interval,
 }
 
-/// A length of the driver's time slices. Ordered from short to long, the driver's own last.
+/// A length of the driver's time slices. The order is from short to long, with the driver's default last.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
 )]
@@ -257,7 +264,7 @@ pub enum Interval {
     Medium,
     /// Long.
     Long,
-    /// The driver's own. A word that this release does not know means this too.
+    /// The driver's default. A value that this release does not know has the same effect.
     #[default]
     #[serde(other)]
     Default,
@@ -308,7 +315,7 @@ fn driver_capabilities_schema(_: &mut SchemaGenerator) -> Schema {
     })
 }
 
-/// A rule for the API server: the condition, and the message and the field if it fails.
+/// A rule for the API server: the condition, and the message and field for the error if the condition is false.
 fn rule(field: &str, rule: &str, message: &str) -> serde_json::Value {
     let mut rule = serde_json::json!({"rule": rule, "message": message});
     if !field.is_empty() {

@@ -1,4 +1,4 @@
-//! The six isolation tiers: how a device isolates, and what it may promise.
+//! The six isolation tiers: how a device is isolated from its neighbours, and what it may promise.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,27 +8,27 @@ use serde::{Deserialize, Serialize};
 
 use crate::names::DRIVER;
 
-/// How a device isolates. A DeviceClass selects one; a GPU serves one at a time.
+/// How a device is isolated from its neighbours. A DeviceClass selects a tier; a GPU serves one tier at a time.
 #[derive(
     Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "lowercase")]
 pub enum Tier {
-    /// The driver's time-slicing: nothing is capped.
+    /// The driver's time-slicing, without a cap on memory or compute.
     Timeshared,
-    /// One MPS daemon per GPU with per-client limits.
+    /// One MPS daemon per GPU, with limits for each client.
     Concurrent,
     /// The shim: a software cap on memory and compute that fails closed.
     Capped,
     /// A MIG instance.
     Partition,
-    /// The whole GPU, one claim.
+    /// The whole GPU for one claim.
     Exclusive,
-    /// The whole GPU handed to a virtual machine by VFIO.
+    /// The whole GPU for a virtual machine, by VFIO.
     Passthrough,
 }
 
-/// What stands between a share and its neighbours.
+/// What isolates a share from its neighbours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isolation {
     /// The hardware.
@@ -72,7 +72,7 @@ impl Tier {
         }
     }
 
-    /// Whether the shim keeps a share's memory.
+    /// Whether the shim limits a share's memory.
     #[must_use]
     pub const fn has_shim(self) -> bool {
         matches!(self, Self::Concurrent | Self::Capped)
@@ -139,7 +139,7 @@ impl Tier {
         self.memory_isolation()
     }
 
-    /// What isolates from a neighbour's fault: `software` means an own process on a shared GPU.
+    /// What isolates from a neighbour's fault. `software` means separate processes on a shared GPU.
     #[must_use]
     pub const fn fault_isolation(self) -> Isolation {
         match self {

@@ -1,9 +1,9 @@
-//! `NodeUsage`: who uses which part of a node's GPUs now. The node's plugin serves it as JSON at [`PATH`], to clients
+//! `NodeUsage`: who uses which part of a node's GPUs now. The node's plugin serves it as JSON at [`PATH`] to clients
 //! that may read `/metrics`, which shows the same numbers.
 //!
 //! ```text
-//!  NodeUsage ─► GpuUsage ─┬─► ShareUsage ─► GroupUsage      what a claim has of the GPU, by pod and container
-//!                         ├─► PartitionUsage ─► the same    a MIG instance is a device of its own
+//!  NodeUsage ─► GpuUsage ─┬─► ShareUsage ─► GroupUsage      what a claim has and uses of the GPU, by pod and container
+//!                         ├─► PartitionUsage ─► the same    a MIG instance counts as a device
 //!                         └─► Remainder ─► Zombie           what is in use and belongs to no claim
 //! ```
 //!
@@ -28,14 +28,14 @@ pub const WHOLE: u32 = 10_000;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeUsage {
-    /// The node.
+    /// The node's name.
     pub node: String,
-    /// `nvmlSystemGetDriverVersion`; absent while there is no driver.
+    /// The driver's version (`nvmlSystemGetDriverVersion`). Absent while there is no driver.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub driver_version: Option<String>,
     /// When NVML was read: Unix time in milliseconds. It may be some seconds old if no claim holds a GPU of the node.
     pub unix_millis: u64,
-    /// The GPUs, by PCI address; also those that nobody uses.
+    /// The GPUs, in the order of their PCI addresses, including those that nobody uses.
     pub gpus: Vec<GpuUsage>,
 }
 
@@ -43,50 +43,50 @@ pub struct NodeUsage {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GpuUsage {
-    /// `GPU-…`.
+    /// The GPU's UUID, `GPU-…`.
     pub uuid: String,
-    /// Its number in NVML and `nvidia-smi`, if the driver reports it.
+    /// The GPU's number in NVML and `nvidia-smi`. Absent if the driver does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub index: Option<u32>,
-    /// The N of `/dev/nvidiaN`.
+    /// The GPU's minor number, the N of `/dev/nvidiaN`.
     pub minor: u32,
-    /// `dddd:bb:dd.f`, lower case, as in sysfs.
+    /// The PCI address, `dddd:bb:dd.f` in lower case, as in sysfs.
     #[serde(rename = "pciBusID")]
     pub pci_bus_id: String,
-    /// `nvmlDeviceGetName`.
+    /// The product name (`nvmlDeviceGetName`).
     pub product_name: String,
     /// Whether the GPU is in MIG mode.
     #[serde(default)]
     pub mig_mode: bool,
-    /// Its memory; absent if NVML does not report it.
+    /// Its memory. Absent if NVML does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Memory>,
     /// How busy it is.
     #[serde(default, skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
-    /// Values that exist once for each GPU and belong to nobody: clocks, temperature, power, errors.
+    /// Values that exist once for each GPU and belong to no claim: clocks, temperature, power, errors.
     #[serde(default)]
     pub sensors: Sensors,
-    /// Its errors by the driver's numbers (Xids), since the plugin's start and while a claim held a GPU of the node;
-    /// absent if the driver does not report them.
+    /// Its errors by the driver's numbers (Xids), since the plugin's start and while a claim held a GPU of the node.
+    /// Absent if the driver does not report them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub xids: Option<Xids>,
-    /// What claims hold of the GPU itself.
+    /// The claims that hold the GPU or a share of it, and what they use.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares: Vec<ShareUsage>,
     /// Its MIG instances.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub partitions: Vec<PartitionUsage>,
-    /// What is used on the GPU and belongs to no claim.
+    /// The usage of the GPU that belongs to no claim.
     #[serde(default)]
     pub remainder: Remainder,
-    /// Why NVML reports nothing about the GPU; absent if it answers.
+    /// Why NVML reports nothing about the GPU. Absent if NVML answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
 impl GpuUsage {
-    /// What claims hold of the GPU itself and of its partitions.
+    /// The shares of the GPU itself and of its partitions.
     pub fn all_shares(&self) -> impl Iterator<Item = &ShareUsage> {
         let on_partitions = self.partitions.iter().flat_map(|it| &it.shares);
         self.shares.iter().chain(on_partitions)
@@ -99,11 +99,11 @@ impl GpuUsage {
 pub struct Memory {
     /// All memory of the device.
     pub total: u64,
-    /// What the driver reserves.
+    /// The memory that the driver reserves.
     pub reserved: u64,
-    /// What is allocated.
+    /// The memory that is allocated.
     pub used: u64,
-    /// What can be allocated.
+    /// The memory that can be allocated.
     pub free: u64,
 }
 
@@ -119,16 +119,16 @@ pub enum Measure {
     GraphicsActive,
     /// Time in which a multiprocessor had a warp, averaged over all of them (`NVML_GPM_METRIC_SM_UTIL`).
     SmActive,
-    /// Resident warps, of as many as fit (`NVML_GPM_METRIC_SM_OCCUPANCY`).
+    /// The number of resident warps, relative to the maximum (`NVML_GPM_METRIC_SM_OCCUPANCY`).
     SmOccupancy,
     /// Cycles in which a tensor core was active (`NVML_GPM_METRIC_ANY_TENSOR_UTIL`).
     TensorActive,
-    /// Cycles in which the memory's interface was active (`NVML_GPM_METRIC_DRAM_BW_UTIL`).
+    /// Cycles in which the memory interface was active (`NVML_GPM_METRIC_DRAM_BW_UTIL`).
     DramActive,
 }
 
 impl Measure {
-    /// All of them.
+    /// All measures.
     pub const ALL: [Self; 7] = [
         Self::Gpu,
         Self::MemoryCopy,
@@ -140,10 +140,11 @@ impl Measure {
     ];
 }
 
-/// How busy something is, in hundredths of a percent of its device: 0 to [`WHOLE`]. A measure that the driver does not report is missing.
+/// How busy something is, in hundredths of a percent of its device: 0 to [`WHOLE`]. A measure that the driver does not
+/// report is missing.
 ///
 /// `gpu` and `memoryCopy` are averages over the last ten seconds, the others since the last reading. NVML reports only
-/// the first two by process. The others are divided among the holders of a device in proportion to `gpu`.
+/// these two by process. The others are divided among the users of a device in proportion to `gpu`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Utilization(pub BTreeMap<Measure, u32>);
@@ -172,22 +173,22 @@ impl FromIterator<(Measure, u32)> for Utilization {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Sensors {
-    /// MHz (`nvmlDeviceGetClockInfo`).
+    /// The clock of the multiprocessors, in MHz (`nvmlDeviceGetClockInfo`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sm_clock: Option<u32>,
-    /// MHz (`nvmlDeviceGetClockInfo`).
+    /// The clock of the memory, in MHz (`nvmlDeviceGetClockInfo`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_clock: Option<u32>,
-    /// Degrees Celsius (`nvmlDeviceGetTemperature`).
+    /// The temperature, in degrees Celsius (`nvmlDeviceGetTemperature`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub temperature: Option<u32>,
-    /// Degrees Celsius of the memory (`NVML_FI_DEV_MEMORY_TEMP`).
+    /// The temperature of the memory, in degrees Celsius (`NVML_FI_DEV_MEMORY_TEMP`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_temperature: Option<u32>,
-    /// Milliwatts (`nvmlDeviceGetPowerUsage`).
+    /// The power, in milliwatts (`nvmlDeviceGetPowerUsage`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power: Option<u32>,
-    /// Millijoules since the driver was loaded (`nvmlDeviceGetTotalEnergyConsumption`).
+    /// The energy since the driver was loaded, in millijoules (`nvmlDeviceGetTotalEnergyConsumption`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub energy: Option<u64>,
     /// Retries on PCIe (`nvmlDeviceGetPcieReplayCounter`).
@@ -214,14 +215,16 @@ pub struct Sensors {
     /// Bytes per second that the GPU receives over PCIe (`NVML_GPM_METRIC_PCIE_RX_PER_SEC`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pcie_received: Option<u64>,
-    /// Bytes per second that the GPU sends over all NVLinks, with their headers (`NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC`).
+    /// Bytes per second that the GPU sends over all NVLinks, headers included
+    /// (`NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nvlink_sent: Option<u64>,
-    /// Bytes per second that the GPU receives over all NVLinks, with their headers (`NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC`).
+    /// Bytes per second that the GPU receives over all NVLinks, headers included
+    /// (`NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nvlink_received: Option<u64>,
-    /// Bytes of data per second in both directions over all NVLinks, since the last reading (`NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX` and
-    /// `…_RX`).
+    /// Bytes of data per second in both directions over all NVLinks, since the last reading
+    /// (`NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX` and `…_RX`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub nvlink_data: Option<u64>,
     /// CRC errors in the flow control of NVLinks (`NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL`).
@@ -242,19 +245,19 @@ pub struct Sensors {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Xids {
-    /// The last one.
+    /// The number of the last error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last: Option<u64>,
-    /// How many there were of each.
+    /// How often each error occurred, by its number.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub counts: BTreeMap<u64, u64>,
-    /// When the last one of each was read, Unix time in seconds.
+    /// When each error was last read, by its number: Unix time in seconds.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub times: BTreeMap<u64, u64>,
 }
 
 impl Xids {
-    /// Counts one more, which was read at this Unix time in seconds.
+    /// Counts an error that was read at this Unix time in seconds.
     pub fn add(&mut self, xid: u64, at: u64) {
         self.last = Some(xid);
         self.times.insert(xid, at);
@@ -266,24 +269,25 @@ impl Xids {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PartitionUsage {
-    /// `MIG-…`.
+    /// The UUID of its MIG device, `MIG-…`.
     pub uuid: String,
-    /// As `1g.10gb`.
+    /// Its profile, for example `1g.10gb`.
     pub profile: String,
     /// The id of its GPU instance.
     pub gpu_instance: u32,
     /// The id of its compute instance.
     pub compute_instance: u32,
-    /// Its memory; absent if NVML does not report it.
+    /// Its memory. Absent if NVML does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<Memory>,
-    /// How busy it is, in parts of the instance and not of the GPU.
+    /// How busy it is, relative to the instance and not to the GPU.
     #[serde(default, skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
-    /// What claims hold of it: one claim the whole instance, or several a share each.
+    /// The claims that hold the instance, and what they use: one claim has all of it, or several claims have a share
+    /// each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares: Vec<ShareUsage>,
-    /// What is used on it and belongs to no claim.
+    /// The usage of the instance that belongs to no claim.
     #[serde(default)]
     pub remainder: Remainder,
 }
@@ -300,7 +304,7 @@ pub struct ClaimReference {
     pub uid: String,
 }
 
-/// What one claim has of a device: all of it, or a share.
+/// A device or a share that one claim has, and its usage.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ShareUsage {
@@ -312,23 +316,24 @@ pub struct ShareUsage {
     pub pool: String,
     /// The device, as in the slice.
     pub device: String,
-    /// The share, as in the allocation; absent for a device that one claim has alone.
+    /// The share, as in the allocation. Absent for a device that one claim has alone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub share_id: Option<String>,
-    /// How it is isolated.
+    /// How the device is isolated.
     pub tier: Tier,
     /// Its memory.
     pub memory: ShareMemory,
     /// Its part of the device's utilization.
     #[serde(default, skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
-    /// Processes that have memory on the device.
+    /// The number of processes that have memory on the device.
     pub processes: u32,
-    /// Seconds since a kernel was last seen, if that is known: by NVML's utilization of its processes, or of its device
-    /// if it has that alone. If none was seen, since the plugin first saw the device.
+    /// Seconds since a kernel was last seen: in NVML's utilization of its processes, or of the device if one claim has
+    /// it alone, or in the share's account, which its programs can write. If none was seen, seconds since the plugin
+    /// first saw the device. Absent if it is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_seconds: Option<u64>,
-    /// By pod and container. Each container that has the claim is listed, also without a process.
+    /// The usage by pod and container. Each container that has the claim is listed, even if it has no process.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<GroupUsage>,
 }
@@ -337,33 +342,36 @@ pub struct ShareUsage {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ShareMemory {
-    /// What the claim was allocated and its programs may hold; absent for a tier that limits no memory.
+    /// The memory that the claim was allocated and that its programs may hold. Absent if the share's memory is not
+    /// limited.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub allocated: Option<u64>,
-    /// What the share has in addition for CUDA contexts, which its programs do not see.
+    /// The memory that the share has in addition for CUDA contexts. Its programs do not see it.
     pub reserved: u64,
-    /// What its processes hold by NVML, contexts included.
+    /// The memory that its processes hold according to NVML, contexts included.
     pub used: u64,
-    /// What it may still take of the device's free memory; absent for a tier that limits no memory.
+    /// The part of the device's free memory that it may still allocate. Absent for a tier that does not limit memory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub free: Option<u64>,
-    /// What its processes hold by the account of the shim, contexts included; its programs can write the account.
-    /// Absent without an account.
+    /// The memory that its processes hold according to the shim's account, contexts included. Its programs can write
+    /// the account. Absent if there is no account.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub account: Option<u64>,
-    /// The most that its processes held at a time. Absent until the plugin has seen the share, and if NVML does not
+    /// The maximum that its processes held at a time. Absent until the plugin has seen the share, and if NVML does not
     /// report what each process holds: for a MIG instance that one claim has alone, and for a vGPU.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub peak: Option<Peak>,
 }
 
-/// The most memory that NVML showed in use, once a second. What a program holds for a shorter time may be missed.
+/// The maximum of the memory that NVML showed in use. It is read once a second, so memory that a program holds for a
+/// shorter time may be missed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Peak {
-    /// Bytes, contexts included.
+    /// The memory in bytes, contexts included.
     pub bytes: u64,
-    /// For how long it was watched, in seconds: since the claim was prepared, or since the start of the node's plugin.
+    /// How long the share was watched, in seconds: since the claim was prepared, or since the start of the node's
+    /// plugin.
     pub watched_seconds: u64,
 }
 
@@ -371,39 +379,40 @@ pub struct Peak {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct GroupUsage {
-    /// The pod; absent if it is not known yet, some seconds after the plugin's start. It is in the claim's namespace.
+    /// The pod, which is in the claim's namespace. Absent if it is not known yet, for some seconds after the plugin's
+    /// start.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
     /// The pod's UID.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_uid: Option<String>,
-    /// The container; absent if neither the kubelet nor the process's mounts tell which of several it is.
+    /// The container. Absent if neither the kubelet nor the process's mounts show which of several containers it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub container: Option<String>,
-    /// Bytes that its processes hold.
+    /// The memory that its processes hold, in bytes.
     pub used: u64,
     /// Its part of the device's utilization.
     #[serde(default, skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
-    /// Processes that have memory on the device.
+    /// The number of processes that have memory on the device.
     pub processes: u32,
 }
 
-/// What is used on a device and belongs to no claim.
+/// The usage of a device that belongs to no claim.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", default)]
 pub struct Remainder {
-    /// Bytes in use: by foreign processes, by zombies, and the rest, which belongs to no process (managed memory, and
-    /// what the driver takes in addition to its reserve).
+    /// The memory in use, in bytes: of foreign processes, of zombies, and memory that belongs to no process (managed
+    /// memory, and what the driver takes in addition to its reserve).
     pub used: u64,
-    /// Free bytes that are not part of a share.
+    /// The free memory that is not part of a share, in bytes.
     pub free: u64,
-    /// The device's work for none of its shares.
+    /// The part of the device's utilization that belongs to none of its shares.
     #[serde(skip_serializing_if = "Utilization::is_empty")]
     pub utilization: Utilization,
-    /// Processes that belong to no claim on the device.
+    /// The number of foreign processes: those that belong to no claim on the device.
     pub foreign_processes: u32,
-    /// Bytes that these hold.
+    /// The memory that foreign processes hold, in bytes.
     pub foreign_used: u64,
     /// Memory of pods that are gone.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -414,17 +423,17 @@ pub struct Remainder {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Zombie {
-    /// The claim, which may be gone, too.
+    /// The claim, which may also be gone.
     pub claim: ClaimReference,
-    /// The pod, if it is known. It is in the claim's namespace.
+    /// The pod, which is in the claim's namespace. Absent if it is not known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod: Option<String>,
     /// The pod's UID.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pod_uid: Option<String>,
-    /// Bytes in use.
+    /// The memory in use, in bytes.
     pub used: u64,
-    /// Its processes that still run; 0 if they are dead and the driver has not freed their memory.
+    /// The number of its processes that still run; 0 if they are dead and the driver has not freed their memory.
     pub processes: u32,
 }
 

@@ -1,6 +1,6 @@
-//! The objects of the API `usage.gpu.tranche.dev`, in which people and tools read
-//! [`NodeUsage`](crate::usage::NodeUsage) with their own rights. Nothing stores them: each read asks the nodes. They
-//! can be read and listed, not watched.
+//! The objects of the API `usage.gpu.tranche.dev`. People and tools read [`NodeUsage`](crate::usage::NodeUsage) in them
+//! with their own rights. Nothing stores the objects: each read asks the nodes. They can be read and listed, not
+//! watched.
 
 use std::collections::BTreeSet;
 
@@ -18,43 +18,43 @@ pub const VERSION: &str = "v1alpha1";
 /// `apiVersion` of everything in [`GROUP`].
 pub const API_VERSION: &str = "usage.gpu.tranche.dev/v1alpha1";
 
-/// `nodeusages`: a node's whole usage. It names the tenants of all namespaces. Its name is the node's.
+/// `nodeusages`: a node's whole usage. It names the tenants of all namespaces. It has the name of the node.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeUsageObject {
     /// `apiVersion` and `kind`.
     #[serde(flatten, default, skip_serializing_if = "Option::is_none")]
     pub types: Option<TypeMeta>,
-    /// Its name.
+    /// The object's name.
     pub metadata: ObjectMeta,
-    /// The answer of the node's plugin; absent without an answer.
+    /// The answer of the node's plugin. Absent if there is no answer.
     #[serde(flatten, default, skip_serializing_if = "Option::is_none")]
     pub usage: Option<NodeUsage>,
-    /// Why the usage is not known.
+    /// Why the usage is not known. Absent if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
 
-/// `claimusages`: what a ResourceClaim uses of its devices, without anything about its neighbours. Its namespace, name
-/// and labels are the claim's. Each claim with devices of ours has one.
+/// `claimusages`: the usage of a ResourceClaim's devices, without anything about its neighbours. It has the namespace,
+/// name and labels of the claim. Each claim with devices of this driver has one.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ClaimUsage {
     /// `apiVersion` and `kind`.
     #[serde(flatten, default, skip_serializing_if = "Option::is_none")]
     pub types: Option<TypeMeta>,
-    /// Namespace, name and labels.
+    /// The namespace, name and labels of the claim.
     pub metadata: ObjectMeta,
     /// The claim's UID.
     #[serde(default, rename = "claimUID")]
     pub claim_uid: String,
-    /// The nodes whose devices it has.
+    /// The nodes of the claim's devices.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub nodes: BTreeSet<String>,
-    /// Its devices, in the order of the node's GPUs; empty before it is prepared on the node.
+    /// The claim's devices, in the order of the node's GPUs. Empty until the claim is prepared on the node.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<DeviceUsage>,
-    /// Why the usage, or a part of it, is not known.
+    /// Why the usage, or a part of it, is not known. Absent if all of it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
@@ -65,15 +65,16 @@ pub struct ClaimUsage {
 pub struct DeviceUsage {
     /// When NVML was read: Unix time in milliseconds.
     pub unix_millis: u64,
-    /// The GPU: `GPU-…`.
+    /// The GPU's UUID, `GPU-…`.
     #[serde(rename = "gpuUUID")]
     pub gpu_uuid: String,
-    /// `nvmlDeviceGetName`.
+    /// The product name (`nvmlDeviceGetName`).
     pub product_name: String,
-    /// The MIG instance of the partition or of the share.
+    /// The MIG instance of the partition or of the share. Absent if the device is not on a MIG instance.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partition: Option<PartitionName>,
-    /// What the claim has and uses of it. `memory.free` is absent, because it depends on what neighbours use.
+    /// The claim's part of the device, and its usage. `memory.free` is absent, because it depends on what neighbours
+    /// use.
     #[serde(flatten)]
     pub share: ShareUsage,
 }
@@ -82,13 +83,13 @@ pub struct DeviceUsage {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct PartitionName {
-    /// `MIG-…`.
+    /// The UUID of the MIG device, `MIG-…`.
     pub uuid: String,
-    /// As `1g.10gb`.
+    /// The profile, for example `1g.10gb`.
     pub profile: String,
 }
 
-/// What clients need to know of a kind, such as `kube::Api`.
+/// Implements the traits of a kind that clients such as `kube::Api` need.
 macro_rules! kind {
     ($type:ty, $kind:literal, $resource:literal, $scope:ty) => {
         impl k8s_openapi::Resource for $type {

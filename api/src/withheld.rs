@@ -1,4 +1,4 @@
-//! What a node has and does not offer, and why.
+//! The GPUs of a node that are not offered, or not in all tiers, and why.
 //!
 //! ```text
 //!  the node's plugin ─► GpuNode.status.withheld ─┐
@@ -6,36 +6,36 @@
 //!  the controller: policy, sizes ────────────────┘
 //! ```
 //!
-//! `status.withheld` is what the node found; the controller offers nothing of these GPUs. `status.published.withheld`
-//! is everything that is not offered: what the node found, and what a SharingPolicy or the GPU's own description rules
-//! out.
+//! `status.withheld` has what the node found; the controller does not offer these GPUs, or these tiers of them.
+//! `status.published.withheld` has everything that is not offered: what the node found, and what cannot be offered
+//! because of a SharingPolicy or the GPU's own description.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::tier::Tier;
 
-/// A GPU of the node of which not everything is offered that the policy asks for.
+/// A GPU that is not offered, or not in all tiers of its SharingPolicy, and the reason.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct WithheldGpu {
-    /// The GPU's UUID; `index N` (as NVML counts) where the driver does not tell the UUID.
+    /// The GPU's UUID, or `index N` with its number in NVML if the driver does not report the UUID.
     pub gpu: String,
-    /// The tiers that are not offered; all of them where empty.
+    /// The tiers that are not offered. An empty list means all tiers.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tiers: Vec<Tier>,
-    /// One word for the cause, in CamelCase.
+    /// The reason, one word in CamelCase.
     #[schemars(length(min = 1, max = 1024))]
     pub reason: String,
-    /// What is wrong and what to do about it.
+    /// The problem, and what to do about it.
     pub message: String,
-    /// The SharingPolicy that has to change, where one has.
+    /// The SharingPolicy that must be changed. Absent if no policy must be changed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy: Option<String>,
 }
 
 impl WithheldGpu {
-    /// All tiers of a GPU.
+    /// An entry for all tiers of a GPU.
     #[must_use]
     pub fn whole(gpu: &str, reason: &str, message: String) -> Self {
         Self {
@@ -47,15 +47,15 @@ impl WithheldGpu {
         }
     }
 
-    /// Whether the entry speaks of this tier of this GPU.
+    /// Whether the entry applies to this tier of this GPU.
     #[must_use]
     pub fn covers(&self, uuid: &str, tier: Tier) -> bool {
         self.gpu == uuid && (self.tiers.is_empty() || self.tiers.contains(&tier))
     }
 
-    /// Whether the entry closes a device of this GPU: one of the tier `tier`, for which the GPU itself serves
-    /// `gpu_tier`. The two differ for a share of a partition. An entry that closes a tier of the whole GPU does not
-    /// close the shares of its partitions, except for the MPS daemon.
+    /// Whether the entry closes a device of this GPU. `tier` is the device's tier; `gpu_tier` is the tier that the GPU
+    /// itself serves for the device. They differ for a share of a partition. An entry that closes a tier of the whole
+    /// GPU does not close the shares of its partitions, unless its reason is the MPS daemon.
     #[must_use]
     pub fn closes(&self, uuid: &str, tier: Tier, gpu_tier: Tier) -> bool {
         let is_of_shares = self.reason == reason::MPS_DAEMON;
@@ -63,14 +63,14 @@ impl WithheldGpu {
     }
 }
 
-/// How many GPUs a list speaks of.
+/// The number of GPUs in a list.
 #[must_use]
 pub fn count(withheld: &[WithheldGpu]) -> u32 {
     let gpus: std::collections::BTreeSet<_> = withheld.iter().map(|entry| &entry.gpu).collect();
     u32::try_from(gpus.len()).unwrap_or(u32::MAX)
 }
 
-/// Reasons of a [`WithheldGpu`].
+/// The reasons of a [`WithheldGpu`].
 pub mod reason {
     vocabulary! {
         /// All of them.

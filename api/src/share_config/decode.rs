@@ -11,25 +11,25 @@ pub enum DecodeError {
     /// The parameters, or a nested field, are not an object.
     #[error("{path} is {found}, must be an object")]
     NotAnObject {
-        /// Where.
+        /// The field's path.
         path: String,
-        /// What is there, by JSON type.
+        /// The JSON type of the value.
         found: &'static str,
     },
     /// A required field is missing.
     #[error("{path} is missing, must be {expected:?}")]
     Missing {
-        /// Where.
+        /// The field's path.
         path: String,
         /// The only valid value.
         expected: &'static str,
     },
-    /// Another apiVersion or kind.
+    /// The apiVersion or kind is not the expected one.
     #[error("{path} is {found:?}, must be {expected:?}")]
     Foreign {
-        /// Where.
+        /// The field's path.
         path: String,
-        /// What is there.
+        /// The value.
         found: String,
         /// The only valid value.
         expected: &'static str,
@@ -37,17 +37,17 @@ pub enum DecodeError {
     /// A field that does not exist.
     #[error("{path} is unknown: the fields here are {}", known.join(", "))]
     UnknownField {
-        /// Where.
+        /// The field's path.
         path: String,
-        /// The fields that exist beside it.
+        /// The fields that the object can have.
         known: &'static [&'static str],
     },
     /// A field of the wrong JSON type.
     #[error("{path} is {found}, must be {expected}")]
     WrongType {
-        /// Where.
+        /// The field's path.
         path: String,
-        /// What is there, by JSON type.
+        /// The JSON type of the value.
         found: &'static str,
         /// The valid type.
         expected: &'static str,
@@ -55,9 +55,9 @@ pub enum DecodeError {
     /// A value that is not allowed.
     #[error("{path} is {found:?}, must be one of {}", allowed.join(", "))]
     UnknownWord {
-        /// Where.
+        /// The field's path.
         path: String,
-        /// What is there.
+        /// The value.
         found: String,
         /// The valid values.
         allowed: Vec<&'static str>,
@@ -71,7 +71,7 @@ pub(super) struct Object<'a> {
 }
 
 impl<'a> Object<'a> {
-    /// The outermost object. [`Object::only`] must still check its fields.
+    /// The outermost object. The caller must check its fields with [`Object::only`].
     pub(super) fn root(value: &'a Value) -> Result<Self, DecodeError> {
         Self::at(String::new(), value)
     }
@@ -90,7 +90,7 @@ impl<'a> Object<'a> {
         }
     }
 
-    /// Refuses every other field.
+    /// Returns an error if there is a field that is not in `known`.
     pub(super) fn only(self, known: &'static [&'static str]) -> Result<Self, DecodeError> {
         match self
             .fields

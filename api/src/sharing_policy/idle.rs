@@ -4,28 +4,31 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The least of `afterSeconds`: below, a program that reads a file between two kernels would be idle.
+/// The minimum of `afterSeconds`. With a smaller value, a program that reads a file between two kernels would be idle.
 pub const LEAST_AFTER_SECONDS: u32 = 10;
-/// The most of `afterSeconds` and of `graceSeconds`: 30 days.
+/// The maximum of `afterSeconds` and `graceSeconds`: 30 days.
 pub const MOST_SECONDS: u32 = 30 * 24 * 3600;
 
 /// Which claims are idle, and what happens to them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
 pub struct IdlePolicy {
-    /// The namespaces in which claims are looked at, by their labels: all where it is empty (`{}`), none where it is absent.
+    /// A label selector for the namespaces in which claims are checked. An empty selector (`{}`) means all namespaces.
+    /// If it is absent, no claims are checked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub namespaces: Option<LabelSelector>,
-    /// After so many seconds without a kernel a claim whose programs hold memory is idle, 10 to 2592000 (30 days). It is then named,
-    /// by the condition `Idle` in its status and by an event on its pods.
+    /// The number of seconds without a kernel after which a claim is idle if its programs hold memory, 10 to 2592000
+    /// (30 days). An idle claim is reported by the condition `Idle` in its status and by an event on its pods.
     #[schemars(range(min = 10, max = 2_592_000))]
     pub after_seconds: u32,
-    /// What happens then: `Report`, nothing more; `Evict`, its pods are evicted `graceSeconds` later, as `kubectl drain` evicts: a
-    /// PodDisruptionBudget may forbid it. Neither a claim nor a pod with the annotation `gpu.tranche.dev/idle: keep` is evicted or
-    /// named.
+    /// What happens to an idle claim. `Report` (default): it is only reported. `Evict`: its pods are also evicted,
+    /// `graceSeconds` later, in the same way as `kubectl drain` evicts pods; a PodDisruptionBudget may prevent the
+    /// eviction. A claim is neither reported nor evicted if it or one of its pods has the annotation
+    /// `gpu.tranche.dev/idle: keep`.
     #[serde(default)]
     pub action: IdleAction,
-    /// For so many seconds a claim was named before its pods are evicted, 0 to 2592000 (30 days). A kernel in this time ends it.
+    /// The number of seconds between the report of an idle claim and the eviction of its pods, 0 to 2592000 (30 days),
+    /// default 600. If the claim runs a kernel in this time, its pods are not evicted.
     #[schemars(range(min = 0, max = 2_592_000))]
     #[serde(default = "default_grace_seconds")]
     pub grace_seconds: u32,
@@ -36,7 +39,7 @@ pub struct IdlePolicy {
 pub enum IdleAction {
     /// Its pods are evicted.
     Evict,
-    /// It is named. A word that this release does not know means this too.
+    /// It is only reported. A value that this release does not know has the same effect.
     #[default]
     #[serde(other)]
     Report,
