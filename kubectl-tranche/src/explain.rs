@@ -12,8 +12,8 @@ mod words;
 
 use serde::Serialize;
 use tranche_scheduler_rules::{
-    Cluster as Allocator, Granted, PoolProblem, Problem, Release, Report, RequestReport, Selectors,
-    Verdict,
+    Cluster as Allocator, Granted, MOST_STEPS, PoolProblem, Problem, Release, Report,
+    RequestReport, Selectors, Verdict,
 };
 
 use crate::model::{ClaimDevice, Model};
@@ -166,6 +166,7 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
         classes: &facts.classes,
         claims: &claims,
         selectors: &selectors,
+        most_steps: MOST_STEPS,
     };
     let mut judged = Vec::new();
     for node in &facts.nodes {

@@ -22,6 +22,11 @@ import (
 	"k8s.io/kubernetes/pkg/scheduler/util/assumecache"
 )
 
+// filterTimeout is kube-scheduler's default of DynamicResourcesArgs.filterTimeout.
+const filterTimeout = 10 * time.Second
+
+var errTimedOut = errors.New("the allocator has searched for as long as the scheduler lets it search on one node")
+
 type allocation = resourceapi.AllocationResult
 
 type classesRequest struct {
@@ -145,8 +150,8 @@ func (c *cluster) allocate(ctx context.Context, request *allocateRequest) ([]all
 	if err != nil {
 		return nil, "", err
 	}
-	// Filter: kube-scheduler gives up on a node after 10 seconds by the wall. A machine that stands still has more.
-	ctx, cancel := context.WithTimeoutCause(ctx, 2*time.Minute, errors.New("the allocator did not end within two minutes"))
+	// Filter
+	ctx, cancel := context.WithTimeoutCause(ctx, filterTimeout, errTimedOut)
 	defer cancel()
 	results, err := allocator.Allocate(ctx, c.node, claims)
 	if errors.Is(err, structured.ErrFailedAllocationOnNode) {

@@ -38,6 +38,7 @@ type answer struct {
 	Allocations   []allocation    `json:"allocations,omitempty"`
 	Metadata      *metadataAnswer `json:"metadata,omitempty"`
 	Unschedulable string          `json:"unschedulable,omitempty"`
+	TimedOut      bool            `json:"timedOut,omitempty"`
 	Error         string          `json:"error,omitempty"`
 }
 
@@ -95,6 +96,9 @@ func reply(ctx context.Context, cluster *cluster, request request) answer {
 		result.Metadata, err = readMetadata(request.Metadata)
 	default:
 		err = errors.New("a request must have one of classes, slices, allocate, release, reset, metadata")
+	}
+	if errors.Is(err, errTimedOut) {
+		return answer{TimedOut: true}
 	}
 	if err != nil {
 		return answer{Error: err.Error()}

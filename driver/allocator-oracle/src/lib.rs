@@ -78,6 +78,9 @@ pub enum Error {
     /// The API server would refuse the object, or the scheduler cannot handle it.
     #[error("{0}")]
     Refused(String),
+    /// The allocator has searched for 10 seconds: the scheduler gives up on the node, whether or not the claims fit.
+    #[error("the allocator has no result after 10 seconds")]
+    TimedOut,
 }
 
 #[derive(Serialize)]
@@ -119,10 +122,13 @@ pub struct Metadata {
 }
 
 #[derive(Deserialize)]
+#[serde(rename_all = "camelCase")]
 struct Answer {
     allocations: Option<Vec<AllocationResult>>,
     metadata: Option<Metadata>,
     unschedulable: Option<String>,
+    #[serde(default)]
+    timed_out: bool,
     error: Option<String>,
 }
 
@@ -232,6 +238,7 @@ impl Scheduler {
         let answer: Answer = serde_json::from_str(&line)?;
         match answer.error {
             Some(error) => Err(Error::Refused(error)),
+            None if answer.timed_out => Err(Error::TimedOut),
             None => Ok(answer),
         }
     }

@@ -36,6 +36,7 @@ use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
 
 pub use node::{matches as term_matches, selects as selector_matches};
 pub use problem::Problem;
+pub use search::MOST_STEPS;
 pub use selector::Selectors;
 pub use taint::add_rules as add_taint_rules;
 pub use verdict::{
@@ -58,6 +59,8 @@ pub struct Cluster<'a> {
     pub claims: &'a [&'a ResourceClaim],
     /// Parsed selectors, kept between calls.
     pub selectors: &'a Selectors,
+    /// The steps after which a search is given up, at most [`MOST_STEPS`].
+    pub most_steps: usize,
 }
 
 impl<'a> Cluster<'a> {
@@ -113,7 +116,15 @@ impl<'a> Cluster<'a> {
         });
         let held = Allocations::of(&kept.collect::<Vec<_>>())?;
         let wanted = self.wanted(claims)?;
-        let mut search = Search::new(node, pools, &held, self.selectors, selections, wanted)?;
+        let mut search = Search::new(
+            node,
+            pools,
+            &held,
+            self.selectors,
+            selections,
+            wanted,
+            self.most_steps,
+        )?;
         if search.run()? {
             Ok(Verdict::Fits(self::granted(&search, pools)))
         } else {
@@ -127,7 +138,15 @@ impl<'a> Cluster<'a> {
         let verdict = self.verdict(node, &pools, &selections, claims, &[]);
         let held = Allocations::of(self.claims)?;
         let wanted = self.wanted(claims)?;
-        let mut search = Search::new(node, &pools, &held, self.selectors, &selections, wanted)?;
+        let mut search = Search::new(
+            node,
+            &pools,
+            &held,
+            self.selectors,
+            &selections,
+            wanted,
+            self.most_steps,
+        )?;
         let requests = report::requests(&mut search, &pools, &held);
         Ok(Report {
             pools: report::pool_problems(&pools),

@@ -19,7 +19,7 @@ use super::taint;
 /// The most devices of one claim.
 const MOST_RESULTS: usize = 32;
 /// The scheduler gives up after 10 seconds for a node; this many steps take about as long.
-const MOST_STEPS: usize = 300_000;
+pub const MOST_STEPS: usize = 300_000;
 
 /// A device: the index of its pool, and its index in the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -134,6 +134,7 @@ pub(super) struct Search<'a, 'b> {
     sharing: HashMap<DevicePosition, Sharing<'a>>,
     counters: HashMap<Counter<'a>, Quantity>,
     steps: usize,
+    most_steps: usize,
 }
 
 impl<'a, 'b> Search<'a, 'b> {
@@ -144,6 +145,7 @@ impl<'a, 'b> Search<'a, 'b> {
         selectors: &'b Selectors,
         selections: &'b Selections<'a>,
         claims: Vec<Claim<'a>>,
+        most_steps: usize,
     ) -> Result<Self, Problem> {
         let free = pools.iter().map(|pool| self::free_counters(pool, held));
         let devices: Vec<&[PoolDevice<'a>]> = pools
@@ -173,6 +175,7 @@ impl<'a, 'b> Search<'a, 'b> {
             sharing: HashMap::new(),
             counters: HashMap::new(),
             steps: 0,
+            most_steps,
         })
     }
 
@@ -285,8 +288,11 @@ impl<'a, 'b> Search<'a, 'b> {
     /// `allocateOne`.
     fn one(&mut self, at: At, in_alternative: bool, start: DevicePosition) -> Result<bool, Stop> {
         self.steps += 1;
-        if self.steps > MOST_STEPS {
-            let message = format!("there are more than {MOST_STEPS} combinations of devices");
+        if self.steps > self.most_steps {
+            let message = format!(
+                "there are more than {} combinations of devices",
+                self.most_steps
+            );
             return Err(Problem::Unjudged(message).into());
         }
         let first = DevicePosition { pool: 0, device: 0 };

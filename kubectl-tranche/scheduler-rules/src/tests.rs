@@ -120,6 +120,7 @@ impl World {
             classes: &self.classes,
             claims: &held,
             selectors: &self.selectors,
+            most_steps: MOST_STEPS,
         };
         let node = node();
         // The cluster and the claims that it judges have the same lifetime.

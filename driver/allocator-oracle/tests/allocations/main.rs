@@ -53,6 +53,7 @@ fn tell(stories: u32, gpus: usize, longest: usize) {
     assert!(count.started > stories, "{count:?}");
     assert!(2 * count.refused > stories, "{count:?}");
     assert!(20 * count.withdrawn > stories, "{count:?}");
+    assert!(20 * count.timed_out < stories, "{count:?}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use k8s_openapi::api::resource::v1::{
     AllocationResult, Device, DeviceRequestAllocationResult, ResourceClaim, ResourceClaimStatus,
     ResourceSlice,
 };
-use tranche_allocator_oracle::{Knowledge, Outcome, Scheduler};
+use tranche_allocator_oracle::{Error, Knowledge, Outcome, Scheduler};
 use tranche_api::gpu_node::Inventory;
 use tranche_api::names::{OVERSUBSCRIBED, attribute, capacity, pool};
 use tranche_api::quantity::Quantity;
@@ -35,6 +35,8 @@ pub struct Count {
     pub refused: u32,
     /// Changes of the policy while claims had devices that are no longer offered.
     pub withdrawn: u32,
+    /// Pods for which the scheduler searched in vain until it gave up.
+    pub timed_out: u32,
 }
 
 impl Add for Count {
@@ -46,6 +48,7 @@ impl Add for Count {
             pending: self.pending + other.pending,
             refused: self.refused + other.refused,
             withdrawn: self.withdrawn + other.withdrawn,
+            timed_out: self.timed_out + other.timed_out,
         }
     }
 }
@@ -190,8 +193,14 @@ impl Run<'_> {
             })
             .collect();
         let promised = self.model.allocate(claims, &self.holdings());
-        let outcome = self.scheduler.allocate(&objects, Knowledge::All);
-        match (outcome.map_err(|error| error.to_string())?, promised) {
+        let outcome = match self.scheduler.allocate(&objects, Knowledge::All) {
+            Err(Error::TimedOut) => {
+                self.count.timed_out += 1;
+                return Ok(());
+            }
+            outcome => outcome.map_err(|error| error.to_string())?,
+        };
+        match (outcome, promised) {
             (Outcome::Unschedulable(_), None) => {
                 self.count.pending += 1;
                 self.refuse(&objects)
@@ -249,9 +258,10 @@ impl Run<'_> {
     /// A pod gets nothing. An allocator that ignores all other claims may allocate something: the node must refuse it
     /// exactly if the hardware cannot serve it.
     fn refuse(&mut self, objects: &[ResourceClaim]) -> Result<(), String> {
-        let outcome = self.scheduler.allocate(objects, Knowledge::None);
-        let Outcome::Allocated(results) = outcome.map_err(|error| error.to_string())? else {
-            return Ok(());
+        let results = match self.scheduler.allocate(objects, Knowledge::None) {
+            Ok(Outcome::Allocated(results)) => results,
+            Ok(Outcome::Unschedulable(_)) | Err(Error::TimedOut) => return Ok(()),
+            Err(error) => return Err(error.to_string()),
         };
         let mut held = self.holdings();
         for result in &results {
