@@ -7,7 +7,8 @@ use std::collections::BTreeSet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::{ClusterResourceScope, ListableResource, Metadata, NamespaceResourceScope};
 use kube::core::TypeMeta;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 
 use crate::usage::{NodeUsage, ShareUsage};
 
@@ -19,7 +20,7 @@ pub const VERSION: &str = "v1alpha1";
 pub const API_VERSION: &str = "usage.gpu.tranche.dev/v1alpha1";
 
 /// `nodeusages`: a node's whole usage. It names the tenants of all namespaces. It has the name of the node.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct NodeUsageObject {
     /// `apiVersion` and `kind`.
@@ -33,6 +34,41 @@ pub struct NodeUsageObject {
     /// Why the usage is not known. Absent if it is known.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for NodeUsageObject {
+    /// Reads the usage by itself: a flattened optional field that cannot be read is absent without an error, and a flattened map
+    /// cannot have numbers as keys. A usage that cannot be read becomes a problem, because one node must not hide the others.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        struct WithoutUsage {
+            #[serde(flatten, default)]
+            types: Option<TypeMeta>,
+            metadata: ObjectMeta,
+            problem: Option<String>,
+        }
+        let value = Value::deserialize(deserializer)?;
+        let WithoutUsage {
+            types,
+            metadata,
+            mut problem,
+        } = WithoutUsage::deserialize(&value).map_err(serde::de::Error::custom)?;
+        let mut usage = None;
+        if problem.is_none() {
+            match NodeUsage::deserialize(&value) {
+                Ok(read) => usage = Some(read),
+                Err(error) => {
+                    problem = Some(format!("the plugin's answer cannot be read: {error}"));
+                }
+            }
+        }
+        Ok(Self {
+            types,
+            metadata,
+            usage,
+            problem,
+        })
+    }
 }
 
 /// `claimusages`: the usage of a ResourceClaim's devices, without anything about its neighbours. It has the namespace,
@@ -137,9 +173,12 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::usage::{GpuUsage, Xids};
 
     #[test]
     fn an_object_reads_as_written_and_a_silent_node_has_no_usage() {
+        let mut xids = Xids::default();
+        xids.add(79, 5);
         let object = NodeUsageObject {
             metadata: ObjectMeta {
                 name: Some("a".into()),
@@ -148,12 +187,16 @@ mod tests {
             usage: Some(NodeUsage {
                 node: "a".into(),
                 unix_millis: 7,
+                gpus: vec![GpuUsage {
+                    xids: Some(xids),
+                    ..GpuUsage::default()
+                }],
                 ..NodeUsage::default()
             }),
             ..NodeUsageObject::default()
         };
         let written = serde_json::to_value(&object).unwrap();
-        assert_eq!(written["gpus"], json!([]));
+        assert_eq!(written["gpus"][0]["xids"]["counts"], json!({"79": 1}));
         let read: NodeUsageObject = serde_json::from_value(written).unwrap();
         assert_eq!(read, object);
         let dead = json!({"metadata": {"name": "a"}, "problem": "connect"});
@@ -162,6 +205,10 @@ mod tests {
             (read.usage, read.problem.as_deref()),
             (None, Some("connect"))
         );
+        let newer = json!({"metadata": {"name": "a"}, "node": "a", "unixMillis": 7, "gpus": 5});
+        let read: NodeUsageObject = serde_json::from_value(newer).unwrap();
+        assert_eq!(read.usage, None);
+        assert!(read.problem.unwrap().contains("cannot be read"));
     }
 
     #[test]
