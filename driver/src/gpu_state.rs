@@ -33,34 +33,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 use tranche_api::gpu_node::{Gpu, MigMode};
-use tranche_api::mig::{MigInstance, MigProfile};
+use tranche_api::mig::MigProfile;
 
 pub use partition_daemon::PartitionDaemon;
 pub use time_slice::{ChangedTimeSlice, NextTimeSlice, next_time_slice};
 
-use crate::mig::{Geometry, Profile, Slices};
+use crate::mig::{Geometry, Placement, Slices};
 use crate::vfio;
-
-/// A profile at a placement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct Placement {
-    /// The first memory slice.
-    pub start: u8,
-    /// The profile.
-    pub profile: Profile,
-}
-
-impl Placement {
-    /// The placement of an instance of the inventory; `None` if its profile has an unknown name.
-    #[must_use]
-    pub fn of(instance: &MigInstance) -> Option<Self> {
-        Some(Self {
-            start: u8::try_from(instance.start).ok()?,
-            profile: instance.profile.parse().ok()?,
-        })
-    }
-}
 
 /// How a GPU is to be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -279,15 +258,16 @@ pub enum Change {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Obstacle {
     /// The model has no such partition.
-    #[error("the GPU has no {} at memory slice {}: delete the claim's pods to have another partition allocated", .0.profile, .0.start)]
+    #[error("the GPU has no {0}: delete the claim's pods to have another partition allocated")]
     NoSuchPartition(Placement),
     /// The partitions of other claims are in the way.
-    #[error("the partitions of other claims leave no room for {} at memory slice {}: delete the claim's pods to have another partition allocated", .0.profile, .0.start)]
+    #[error(
+        "the partitions of other claims leave no room for {0}: delete the claim's pods to have another partition allocated"
+    )]
     NoRoom(Placement),
     /// An instance of somebody else is in the way.
     #[error(
-        "the GPU instance {id} ({} at memory slice {}), which Tranche did not make, takes slices or engines that the wanted {} at memory slice {} needs: remove it (`nvidia-smi mig -dci -gi {id}`, `nvidia-smi mig -dgi -gi {id}`), or delete the claim's pods to have another partition allocated",
-        .other.profile, .other.start, .wanted.profile, .wanted.start
+        "the GPU instance {id} ({other}), which Tranche did not make, takes slices or engines that the wanted {wanted} needs: remove it (`nvidia-smi mig -dci -gi {id}`, `nvidia-smi mig -dgi -gi {id}`), or delete the claim's pods to have another partition allocated"
     )]
     Foreign {
         /// The wanted partition.
@@ -299,8 +279,7 @@ pub enum Obstacle {
     },
     /// Somebody has divided an instance of Tranche.
     #[error(
-        "the GPU instance {id} ({} at memory slice {}) has compute instances that Tranche did not make: remove them (`nvidia-smi mig -dci -gi {id}`)",
-        .placement.profile, .placement.start
+        "the GPU instance {id} ({placement}) has compute instances that Tranche did not make: remove them (`nvidia-smi mig -dci -gi {id}`)"
     )]
     Divided {
         /// Where it is.
@@ -451,7 +430,7 @@ fn towards(
     geometry: &Geometry,
 ) -> Result<Option<Next>, Obstacle> {
     let partition = geometry
-        .partition(placement.profile, placement.start)
+        .partition(placement)
         .ok_or(Obstacle::NoSuchPartition(placement))?;
     if let Some(instance) = record.instance(placement, actual) {
         return match &instance.compute[..] {
@@ -500,14 +479,8 @@ fn in_the_way(
 ) -> Option<Obstacle> {
     // Those of others last, so that the error names the one that takes too much.
     let (ours, others): (Vec<_>, Vec<_>) = actual.instances.iter().partition(|it| record.owns(it));
-    let slices = |placement: Placement| {
-        Some(
-            geometry
-                .partition(placement.profile, placement.start)?
-                .slices,
-        )
-    };
-    let take = |left: Slices, placement: Placement| left.less(slices(placement)?);
+    let take =
+        |left: Slices, placement: Placement| left.less(geometry.partition(placement)?.slices);
     let mut left = take(geometry.whole, placement);
     for instance in ours {
         left = left.and_then(|left| take(left, instance.placement));

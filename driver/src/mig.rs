@@ -6,15 +6,18 @@
 //!
 //! ```text
 //!  profile    a profile's name
+//!  placement  a profile and where a partition of it begins
 //!  geometry   all partitions of a GPU, what each takes of it, and in which order they are offered
 //! ```
 
 mod geometry;
+mod placement;
 mod profile;
 #[cfg(any(test, feature = "testing"))]
 pub mod tables;
 
 pub use geometry::{ENGINES, Geometry, GeometryError, Partition, Slices};
+pub use placement::Placement;
 pub use profile::{Engines, Profile, ProfileError};
 
 #[cfg(test)]

@@ -27,8 +27,7 @@ use tranche_api::{Quantity, Tier, WithheldGpu};
 
 use crate::cdi;
 use crate::claim::{AllocatedDevice, Allocation, DeviceName, Grant};
-use crate::gpu_state::Placement;
-use crate::mig::{Geometry, GeometryError};
+use crate::mig::{Geometry, GeometryError, Placement};
 use crate::oversubscription::Oversubscription;
 
 pub use conflict::Conflict;
@@ -526,7 +525,9 @@ pub enum PreparationProblem {
         available: u64,
     },
     /// The model has no such partition.
-    #[error("GPU {uuid} has no {} at memory slice {}: delete the claim's pods to have another device allocated", placement.profile, placement.start)]
+    #[error(
+        "GPU {uuid} has no {placement}: delete the claim's pods to have another device allocated"
+    )]
     NoSuchPartition {
         /// The GPU.
         uuid: String,
@@ -761,12 +762,13 @@ fn held_partition(
         return Ok(None);
     };
     let geometry = geometry(gpu, inventory)?;
-    let partition = geometry
-        .partition(placement.profile, placement.start)
-        .ok_or_else(|| PreparationProblem::NoSuchPartition {
-            uuid: gpu.uuid.clone(),
-            placement,
-        })?;
+    let partition =
+        geometry
+            .partition(placement)
+            .ok_or_else(|| PreparationProblem::NoSuchPartition {
+                uuid: gpu.uuid.clone(),
+                placement,
+            })?;
     let available = partition.available_memory();
     Ok(Some((
         HeldPartition {

@@ -10,8 +10,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::gpu_state::Placement;
-use crate::mig::{Geometry, Profile, Slices};
+use crate::mig::{Geometry, Placement, Profile, Slices};
 
 /// Numbers of a GPU's slices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -78,7 +77,7 @@ pub fn free_beside(geometry: &Geometry, held: &BTreeSet<Placement>) -> Result<Sl
     let mut free = geometry.whole;
     for placement in held {
         let partition = geometry
-            .partition(placement.profile, placement.start)
+            .partition(*placement)
             .ok_or(HeldError::NoPartition(*placement))?;
         free = free
             .less(partition.slices)

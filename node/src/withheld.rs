@@ -15,7 +15,8 @@ use tranche_api::mig::MigInstance;
 use tranche_api::tier::Tier;
 use tranche_api::vgpu::VgpuRole;
 use tranche_api::withheld::reason;
-use tranche_driver::gpu_state::{GpuChanges, Placement};
+use tranche_driver::gpu_state::GpuChanges;
+use tranche_driver::mig::Placement;
 
 use crate::nvml::{BrokenGpu, Description, GpuDescription, NvmlError};
 

@@ -8,8 +8,8 @@ use std::process::{Child, Command, Stdio};
 
 use common::{Host, smi};
 use tranche_api::gpu_node::MigMode;
-use tranche_driver::gpu_state::{Actual, Change, Placement};
-use tranche_driver::mig::Geometry;
+use tranche_driver::gpu_state::{Actual, Change};
+use tranche_driver::mig::{Geometry, Placement};
 use tranche_node::capabilities;
 use tranche_node::inventory::inventory;
 use tranche_node::nvml::{ChangeError, Driver as _, NvmlError, Opened};
@@ -31,9 +31,9 @@ fn the_inventory_has_the_mig_geometry_and_existing_instances() {
     assert_eq!(reported.gpus.len(), 2);
     let geometry = Geometry::read(reported).unwrap();
     assert_eq!((geometry.whole.compute, geometry.whole.memory), (7, 0xff));
-    let largest = geometry.partition("7g.80gb".parse().unwrap(), 0).unwrap();
+    let largest = geometry.partition(place(0, "7g.80gb")).unwrap();
     assert_eq!(largest.multiprocessors, 132);
-    assert!(geometry.partition("2g.20gb".parse().unwrap(), 6).is_none());
+    assert!(geometry.partition(place(6, "2g.20gb")).is_none());
 
     // An administrator's instances, with and without a compute instance.
     let uuid = off.gpus[1].uuid.as_str();

@@ -7,8 +7,7 @@ use serde::{Deserialize, Serialize};
 use tranche_api::Tier;
 
 use crate::gpu::UuidPrefix;
-use crate::gpu_state::Placement;
-use crate::mig::Profile;
+use crate::mig::{Placement, Profile};
 use crate::oversubscription::Oversubscription;
 
 /// A device's name in our slices: a DNS label.

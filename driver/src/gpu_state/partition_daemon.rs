@@ -4,11 +4,11 @@
 //! compute mode stays as it is: `EXCLUSIVE_PROCESS` does not suit a GPU in MIG mode, because each of its partitions has
 //! a server (NVIDIA's MIG user guide, "CUDA MPS").
 
+use crate::mig::Placement;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Actual, ComputeMode, Daemon, GpuChanges, Next, Obstacle, Placement, Served, Wanted,
-    WantedDaemon,
+    Actual, ComputeMode, Daemon, GpuChanges, Next, Obstacle, Served, Wanted, WantedDaemon,
 };
 
 /// An MPS daemon of Tranche that serves a partition.

@@ -55,7 +55,7 @@ impl Machine {
 
     fn is_free(&self, placement: Placement) -> bool {
         let slices = |placement: Placement| {
-            let partition = self.geometry.partition(placement.profile, placement.start);
+            let partition = self.geometry.partition(placement);
             partition.map(|partition| partition.slices)
         };
         let placements = self.actual.instances.iter().map(|it| it.placement);

@@ -15,7 +15,7 @@ use std::collections::BTreeSet;
 use tranche_api::mig::{MigEngines, MigGeometry, MigProfile};
 use tranche_api::quantity::CountError;
 
-use super::{Profile, ProfileError};
+use super::{Placement, Profile, ProfileError};
 
 /// Slices and engines: all of a GPU, or those that a partition takes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -165,9 +165,9 @@ impl Geometry {
         Ok(Self { whole, partitions })
     }
 
-    /// The partition of a profile at a placement.
+    /// The partition at a placement.
     #[must_use]
-    pub fn partition(&self, profile: Profile, start: u8) -> Option<&Partition> {
+    pub fn partition(&self, Placement { start, profile }: Placement) -> Option<&Partition> {
         let mut partitions = self.partitions.iter();
         partitions.find(|it| (it.profile, it.start) == (profile, start))
     }

@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 use tranche_api::{Quantity, Tier};
 
 use super::{Cap, PreparationPlan, PreparedDevice};
-use crate::gpu_state::Placement;
-use crate::mig::Geometry;
+use crate::mig::{Geometry, Placement};
 
 /// Why a device conflicts with what is already held. Admin access never conflicts.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -86,8 +85,8 @@ pub enum Conflict {
     },
     /// The partition needs slices or engines that others have.
     #[error(
-        "GPU {uuid}: other claims' partitions leave no room for {} at memory slice {}; held by {}",
-        placement.profile, placement.start, holders.join(", ")
+        "GPU {uuid}: other claims' partitions leave no room for {placement}; held by {}",
+        holders.join(", ")
     )]
     Slices {
         /// The GPU.
@@ -116,10 +115,7 @@ impl Conflict {
 
 /// The text that names a partition before its GPU.
 pub(super) fn partition_of(placement: Placement) -> String {
-    format!(
-        "{} at memory slice {} of ",
-        placement.profile, placement.start
-    )
+    format!("{placement} of ")
 }
 
 /// What is held, by GPU UUID.
@@ -336,16 +332,10 @@ impl GpuHoldings {
         let Some(geometry) = geometry else {
             return false;
         };
-        let placements = self.placements.keys().chain([&placement]);
-        let left = placements
-            .copied()
-            .try_fold(geometry.whole, |left, placement| {
-                left.less(
-                    geometry
-                        .partition(placement.profile, placement.start)?
-                        .slices,
-                )
-            });
+        let mut placements = self.placements.keys().copied().chain([placement]);
+        let left = placements.try_fold(geometry.whole, |left, placement| {
+            left.less(geometry.partition(placement)?.slices)
+        });
         left.is_some()
     }
 }

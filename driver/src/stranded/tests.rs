@@ -130,7 +130,7 @@ proptest! {
         let left = of_partitions(&geometry, &offered, &held).unwrap();
         let mut free = geometry.whole;
         for placement in &held {
-            let partition = geometry.partition(placement.profile, placement.start).unwrap();
+            let partition = geometry.partition(*placement).unwrap();
             free = free.less(partition.slices).unwrap();
         }
         let possible: Vec<_> = geometry

@@ -6,7 +6,7 @@ use tranche_api::gpu_node::{Gpu as Described, GpuNode, Inventory};
 use tranche_api::names::{attribute, capacity, node_of, pool};
 use tranche_api::{PciAddress, Tier};
 use tranche_driver::claim::DeviceName;
-use tranche_driver::gpu_state::Placement;
+use tranche_driver::mig::Placement;
 
 use super::claims::{Claim, ClaimDevice};
 use super::devices::{Devices, amount, number, string};

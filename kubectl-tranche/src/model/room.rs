@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use serde::Serialize;
 use tranche_api::gpu_node::{Gpu as Described, Inventory};
 use tranche_driver::claim::DeviceName;
-use tranche_driver::gpu_state::Placement;
-use tranche_driver::mig::{Geometry, Profile, Slices};
+use tranche_driver::mig::{Geometry, Placement, Profile, Slices};
 use tranche_driver::stranded::{self, Shares, SlicesLeft};
 
 use k8s_openapi::api::resource::v1::Device;

@@ -10,8 +10,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::gpu_node::{Gpu, Inventory};
 use tranche_api::usage::{GpuUsage, NodeUsage, Remainder, ShareUsage};
-use tranche_driver::gpu_state::Placement;
-use tranche_driver::mig::Geometry;
+use tranche_driver::mig::{Geometry, Placement};
 use tranche_driver::preparation::Cap;
 use tranche_driver::stranded::{self, Shares};
 

@@ -3,7 +3,8 @@
 use nvml_wrapper::{Device, Nvml};
 use tranche_api::Quantity;
 use tranche_api::mig::{MigEngines, MigInstance, MigProfile};
-use tranche_driver::gpu_state::{self, Change, Placement};
+use tranche_driver::gpu_state::{self, Change};
+use tranche_driver::mig::Placement;
 use tranche_nvml::{Error, Instance, Mig, Profile, Reason};
 
 use super::{ChangeError, NvmlError};
@@ -80,7 +81,7 @@ pub(super) fn change<'a>(
         Change::SwitchMigMode { on } => (mig.switch(on), uuid.to_owned()),
         Change::CreateInstance(place) => {
             let (profile, placement) = find(&mig, uuid, place)?;
-            let object = format!("{uuid}, {} at memory slice {}", place.profile, place.start);
+            let object = format!("{uuid}, {place}");
             (mig.create_instance(profile, placement).map(drop), object)
         }
         Change::CreateComputeInstance { instance } => (
@@ -123,10 +124,7 @@ fn find(
     found.ok_or_else(|| NvmlError::Call {
         call: "nvmlDeviceGetGpuInstancePossiblePlacements_v2",
         object: uuid.to_owned(),
-        reason: format!(
-            "the driver reports no {} at memory slice {}",
-            place.profile, place.start
-        ),
+        reason: format!("the driver reports no {place}"),
     })
 }
 

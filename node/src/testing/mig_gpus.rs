@@ -9,10 +9,8 @@ use tranche_api::gpu_node::MigMode;
 use tranche_api::mig::{MigGeometry, MigInstance};
 use tranche_api::sharing_policy::Interval;
 use tranche_api::usage::{Measure, Memory, Sensors};
-use tranche_driver::gpu_state::{
-    Actual, Change, ComputeInstance, ComputeMode, Instance, Placement,
-};
-use tranche_driver::mig::{Geometry, Slices, tables};
+use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, ComputeMode, Instance};
+use tranche_driver::mig::{Geometry, Placement, Slices, tables};
 
 use crate::devices::DeviceNodes;
 use crate::inventory::testing::h100;
@@ -339,9 +337,7 @@ impl Gpu {
     }
 
     fn slices(&self, placement: Placement) -> Option<Slices> {
-        let partition = self
-            .geometry
-            .partition(placement.profile, placement.start)?;
+        let partition = self.geometry.partition(placement)?;
         Some(partition.slices)
     }
 

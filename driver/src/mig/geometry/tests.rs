@@ -8,11 +8,16 @@ fn geometry(reported: &MigGeometry) -> Geometry {
     Geometry::read(reported).unwrap()
 }
 
+fn placement(profile: &str, start: u8) -> Placement {
+    let profile = profile.parse().unwrap();
+    Placement { start, profile }
+}
+
 /// The partitions of a text like `3g.40gb@4 1g.10gb@0`.
 fn layout<'a>(geometry: &'a Geometry, text: &str) -> Vec<&'a Partition> {
     let one = |word: &str| {
         let (profile, start) = word.split_once('@').unwrap();
-        let found = geometry.partition(profile.parse().unwrap(), start.parse().unwrap());
+        let found = geometry.partition(placement(profile, start.parse().unwrap()));
         found.unwrap_or_else(|| panic!("no partition {word}"))
     };
     text.split_whitespace().map(one).collect()
@@ -64,7 +69,7 @@ fn the_layouts_of_nvidias_guide_fit_and_others_do_not() {
     for text in IMPOSSIBLE {
         assert!(!fits(&h100, &layout(&h100, text)), "{text}");
     }
-    let fourth = h100.partition("2g.20gb".parse().unwrap(), 6);
+    let fourth = h100.partition(placement("2g.20gb", 6));
     assert_eq!(fourth, None, "there are seven compute slices");
 }
 

@@ -281,7 +281,7 @@ proptest! {
         }
         let mut left: Slices = geometry.whole;
         for (placement, holders) in placements {
-            let partition = geometry.partition(placement.profile, placement.start).unwrap();
+            let partition = geometry.partition(placement).unwrap();
             left = left.less(partition.slices).unwrap();
             let is_shared = |tier| holders.iter().all(|it| it.tier == tier);
             prop_assert!(holders.len() == 1 || is_shared(Tier::Capped) || is_shared(Tier::Concurrent));

@@ -18,7 +18,7 @@ use tranche_api::tier::Tier;
 
 use super::{ALL_CORES, Counters, OfferError, Parent, exact_text, isolation, plain, text};
 use crate::claim::DeviceName;
-use crate::mig::{Geometry, Partition, Profile};
+use crate::mig::{Geometry, Partition, Placement, Profile};
 
 /// The partitions under which a GPU is offered, in the order in which the scheduler tries them. `common` are the
 /// attributes of the GPU; `profiles` are those that the policy offers, empty for all.
@@ -108,7 +108,7 @@ fn existing<'a>(
             .map_err(OfferError::Geometry)?;
         let start = u8::try_from(instance.start).unwrap_or(u8::MAX);
         let partition = geometry
-            .partition(profile, start)
+            .partition(Placement { start, profile })
             .ok_or_else(|| OfferError::Instance {
                 profile: instance.profile.clone(),
                 start: instance.start,

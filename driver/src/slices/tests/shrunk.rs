@@ -12,8 +12,7 @@ use tranche_api::tier::Tier;
 
 use super::{devices, inventory, planned, replanned};
 use crate::claim::DeviceName;
-use crate::gpu_state::Placement;
-use crate::mig::{Geometry, tables};
+use crate::mig::{Geometry, Placement, tables};
 use crate::slices::{Content, SlicePlan};
 use crate::testing::{gpu, policy};
 
@@ -80,7 +79,7 @@ fn can_be_both(geometry: &Geometry, first: &Device, second: &Device) -> bool {
         return false;
     };
     let slices = |placement: Placement| {
-        let partition = geometry.partition(placement.profile, placement.start);
+        let partition = geometry.partition(placement);
         partition.unwrap().slices
     };
     let left = geometry.whole.less(slices(first)).unwrap();

@@ -9,7 +9,8 @@ use crate::testing::{World, claim, claim_ref, partition, passthrough};
 use tranche_api::sharing_policy::Interval;
 use tranche_api::vgpu::VgpuRole;
 use tranche_api::withheld::reason;
-use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Placement};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_driver::mig::Placement;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
 use tranche_node::nvml::{

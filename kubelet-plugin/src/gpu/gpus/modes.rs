@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 use tranche_driver::gpu_state::{
-    Actual, Change, ComputeMode, Daemon, GpuChanges, Next, Partition, Placement, Served, Wanted,
-    WantedDaemon, next,
+    Actual, Change, ComputeMode, Daemon, GpuChanges, Next, Partition, Served, Wanted, WantedDaemon,
+    next,
 };
-use tranche_driver::mig::Geometry;
+use tranche_driver::mig::{Geometry, Placement};
 use tranche_driver::preparation::{HeldOfGpu, MigDevice};
 use tranche_node::capabilities::of_partition;
 use tranche_node::nvml::{ChangeError, Nvml, NvmlError, Opened};

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 use tranche_api::gpu_node::MigMode;
-use tranche_driver::gpu_state::{Actual, Change, ComputeMode, Placement};
+use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_driver::mig::Placement;
 
 use crate::claim::orphans::schedule::SPREAD;
 use crate::cluster::node_policy::NodePolicy;

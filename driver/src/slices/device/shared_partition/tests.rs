@@ -126,9 +126,7 @@ fn shares_have_the_partition_memory_less_reserve_and_contexts() {
     for device in shared {
         let name: DeviceName = device.name.parse().unwrap();
         let placement = name.placement().unwrap();
-        let partition = geometry
-            .partition(placement.profile, placement.start)
-            .unwrap();
+        let partition = geometry.partition(placement).unwrap();
         let capacity = device.capacity.as_ref().unwrap();
         let memory = Quantity::try_from(&capacity[capacity::MEMORY].value).unwrap();
         let expected = partition.memory - (64 << 20) - 2 * (512 << 20);
