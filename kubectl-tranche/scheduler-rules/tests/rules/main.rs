@@ -232,7 +232,7 @@ fn the_rules_allocate_as_the_scheduler_does() {
     assert!(count.allocated > stories, "{count:?}");
     assert!(count.pending > stories, "{count:?}");
     assert!(10 * count.failed > stories, "{count:?}");
-    assert_eq!(count.too_long, 0, "{count:?}");
+    assert!(10 * count.too_long < stories, "{count:?}");
 }
 
 #[test]
