@@ -47,6 +47,12 @@ delete_nodes_and_network() {
 	if no_cluster_is_left; then remove_network; fi
 }
 
+# need_network makes the network before kind would: its bridge has our name, by which it can be removed without Docker.
+need_network() {
+	docker network inspect "$KIND_EXPERIMENTAL_DOCKER_NETWORK" >/dev/null 2>&1 ||
+		docker network create --opt com.docker.network.bridge.name="$CLUSTER_BRIDGE" "$KIND_EXPERIMENTAL_DOCKER_NETWORK"
+}
+
 remove_network() {
 	docker network ls --quiet --filter "name=^$KIND_EXPERIMENTAL_DOCKER_NETWORK$" | xargs --no-run-if-empty docker network rm
 }
@@ -155,9 +161,9 @@ no_dns() {
 }
 
 create_cluster() {
+	need_network
 	kind create cluster --name "$CLUSTER" --image "$NODE_IMAGE" --config "$CLUSTER_DIR/kind.yaml" \
 		--kubeconfig "$KUBECONFIG" --retain
-	if [[ ${DOCKER_HOST-} == "$ENGINE_HOST" ]]; then remember_bridges; fi
 	if node_image_is_ours; then connect_pods; fi
 	kubectl wait --for condition=Ready nodes --all --timeout 120s
 }

@@ -1,5 +1,5 @@
-# Removes our engine with everything that it put on the machine, and nothing that was there before.
-# What cannot be recognized by its name is recorded before the engine starts.
+# Removes our engine with everything that it put on the machine, and nothing that was there before: what has a name of
+# ours, and what is not in the records from before the engine's start.
 # shellcheck shell=bash
 
 # What dockerd and containerd change outside of their configured folders.
@@ -11,7 +11,6 @@ remember_machine() {
 	iptables-save >"$ENGINE_STATE/iptables.before"
 	ip6tables-save >"$ENGINE_STATE/ip6tables.before" || true
 	sysctl "${SYSCTLS[@]}" >"$ENGINE_STATE/sysctl.before" || true
-	: >"$ENGINE_STATE/bridges"
 	ls -d "${FOLDERS[@]}" >"$ENGINE_STATE/folders.before" || true
 }
 
@@ -32,7 +31,7 @@ remove_traces() {
 	if [[ -f $ENGINE_STATE/folders.before ]]; then
 		remove_rules iptables ip
 		remove_rules ip6tables ip6
-		remove_bridges
+		remove_bridge
 		restore_sysctls
 		remove_new_folders
 	fi
@@ -105,22 +104,11 @@ unmount_below() {
 	done
 }
 
-# our_bridges lists the bridges of the engine's networks.
-our_bridges() {
-	DOCKER_HOST=$ENGINE_HOST docker network ls --filter driver=bridge --quiet | sed 's/^/br-/'
+remove_bridge() {
+	if ip link show "$CLUSTER_BRIDGE"; then ip link delete "$CLUSTER_BRIDGE"; fi
 }
 
-# remember_bridges records them: without our engine they cannot be distinguished from another engine's.
-remember_bridges() { our_bridges >"$ENGINE_STATE/bridges"; }
-
-remove_bridges() {
-	local bridge
-	while read -r bridge; do
-		if ip link show "$bridge"; then ip link delete "$bridge"; fi
-	done <"$ENGINE_STATE/bridges"
-}
-
-# remove_rules IPTABLES FAMILY loads the rules again without those that name our bridges or addresses and, where no
+# remove_rules IPTABLES FAMILY loads the rules again without those that name our bridge or its addresses and, where no
 # other engine had them before, without the engine's chains. Tables that hold nothing and were not there go as well.
 remove_rules() {
 	local iptables=$1 family=$2 before=$ENGINE_STATE/$1.before table
@@ -136,14 +124,12 @@ remove_rules() {
 
 # our_rules BEFORE prints a pattern for our rules in the output of iptables-save.
 our_rules() {
-	local patterns bridge
-	grep -q '^:DOCKER' "$1" && patterns='never, another engine has them' || patterns=DOCKER
-	while read -r bridge; do
-		patterns+="|$bridge"
-		patterns+=$(ip -oneline -4 address show dev "$bridge" | sed -nE 's/.* inet ([0-9]+)\.([0-9]+)\..*/| -[sd] \1\\.\2\\./p')
-	done <"$ENGINE_STATE/bridges"
-	echo "$patterns"
+	grep -q '^:DOCKER' "$1" || printf 'DOCKER|' # there, the chains are another engine's
+	printf %s "$CLUSTER_BRIDGE"
+	bridge_addresses | sed -nE 's/.* inet ([0-9]+)\.([0-9]+)\..*/| -[sd] \1\\.\2\\./p' | tr -d '\n'
 }
+
+bridge_addresses() { ip -oneline -4 address show dev "$CLUSTER_BRIDGE" 2>/dev/null || true; }
 
 remove_new_folders() {
 	local folder
@@ -167,7 +153,7 @@ engine_processes() { grep -la "${ENGINE_RUN/tranche/[t]ranche}" /proc/[0-9]*/cmd
 machine_state() {
 	ip -oneline link show type bridge | awk '{print "bridge", $2}'
 	ip -oneline link show type veth | awk '{print "veth", $2}'
-	ip route | sed 's/^/route /'
+	ip route | sed -E 's/^/route /; s/ (linkdown|dead)//g' # whether a link is up may change at any time
 	findmnt --list --noheadings --output TARGET | sed 's/^/mount /'
 	iptables-save 2>/dev/null | grep -E '^(\*|:|-)' | sed 's/ \[.*//; s/^/iptables /'
 	ip6tables-save 2>/dev/null | grep -E '^(\*|:|-)' | sed 's/ \[.*//; s/^/ip6tables /'

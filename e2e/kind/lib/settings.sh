@@ -26,7 +26,8 @@ ENGINE_RUN=/run/tranche-kind
 ENGINE_CGROUP=tranche-kind
 ENGINE_HOST=unix://$ENGINE_RUN/docker.sock
 
-# The clusters' network, with a name that nothing else uses.
+# The clusters' network and its bridge, with a name that nothing else uses.
 export KIND_EXPERIMENTAL_DOCKER_NETWORK=tranche-kind
+CLUSTER_BRIDGE=tranche-kind
 
 export PATH=$CLUSTER_DIR/bin:$PATH
