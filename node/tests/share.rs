@@ -2,6 +2,11 @@
 //! virtual time.
 mod world;
 
+use proptest::collection::vec;
+use proptest::prelude::{Strategy, any};
+use proptest::sample::select;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
 use tranche_node::compute::{PERIOD_NANOS, Suspicion};
 use tranche_shim_core::ComputePolicy::{Strict, WorkConserving};
 use tranche_shim_core::compute::{Bucket, WAIT_NANOS, WHOLE};
@@ -37,6 +42,44 @@ fn every_share_has_its_part_whatever_its_kernels_take() {
                     f64::from(cores),
                     &format!("{cores} %, kernels of {kernel} ns, {depth} deep, from the start"),
                 );
+            }
+        }
+    }
+}
+
+/// Short and long kernels, shapes that never come again, several processes: after its first two seconds, a share has no less
+/// than its cores in any two, and after its first six no more.
+#[test]
+fn a_share_has_its_cores_in_any_two_seconds() {
+    let mut random = TestRunner::deterministic();
+    let micros = || (1.0..3.7_f64).prop_map(|digits| 10_f64.powf(digits));
+    let program = || (vec(micros(), 1..40), any::<bool>(), select(vec![1, 64]));
+    let share = (5..=75_u8, vec(program(), 1..=4));
+    for _ in 0..24 {
+        let (cores, programs) = share.new_tree(&mut random).unwrap().current();
+        let mut world = World::new(&[(cores, Strict)]);
+        for (micros, new_grids, depth) in &programs {
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "some microseconds"
+            )]
+            let kernels: Vec<_> = micros.iter().map(|it| (it * 1000.0) as u64).collect();
+            world.start(Program {
+                new_grids: *new_grids,
+                depth: *depth,
+                ..Program::new(0, &kernels)
+            });
+        }
+        world.run(2 * SECOND);
+        for window in 1..7 {
+            let what = format!("window {window} of {cores} %, {programs:.0?}");
+            let (found, wanted) = (world.run(2 * SECOND)[0], f64::from(cores));
+            // Several processes take their first measurements while all of them run. The node makes up for what they pay
+            // too much, until they have measured again.
+            assert!(found >= wanted - 5.0, "{what}: {found:.2} %");
+            if window > 2 {
+                near(found, wanted, &what);
             }
         }
     }

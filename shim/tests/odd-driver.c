@@ -2,6 +2,7 @@
 // that fail on request, another pitch, pools that grow by any step and give back late, and an unknown variant of
 // cuMemAlloc. Its state belongs to its process. Tests steer it through odd_*.
 #define _GNU_SOURCE
+#include <sched.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -13,7 +14,7 @@
 #include <sys/mman.h>
 
 typedef int CUresult;
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, NOT_FOUND = 500 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500 };
 
 #define MAX 4096
 static int initialised, devices = 2, current = -1;
@@ -52,6 +53,18 @@ size_t odd_held(int device) {
     return sum + pool_reserved[device] + graphs_reserved[device];
 }
 
+// Of two threads that end one object, the first waits until the second has ended it, and fails.
+static int ends_twice;
+static _Atomic int ending, ended;
+void odd_ends_twice(int on) { ends_twice = on; ending = ended = 0; }
+static CUresult end(void) {
+    if (!ends_twice) return OK;
+    int number = ending++;
+    if (number % 2) { ended++; return OK; }
+    while (ended <= number / 2) sched_yield();
+    return INVALID_HANDLE;
+}
+
 CUresult cuInit(unsigned flags) { initialised = 1; return OK; }
 CUresult cuDriverGetVersion(int *version) { *version = 12020; return OK; }
 CUresult cuDeviceGetCount(int *count) { if (!initialised) return NOT_INITIALIZED; *count = devices; return OK; }
@@ -61,12 +74,16 @@ CUresult cuDeviceGetUuid(unsigned char *uuid, int device) { memset(uuid, 0x11, 1
 static int moves_managed;
 void odd_moves_managed(int on) { moves_managed = on; }
 CUresult cuDeviceGetAttribute(int *value, unsigned which, int device) {
+    if (which == 106) { *value = 20; return OK; }
     if (which != 89) return INVALID_VALUE;
     *value = moves_managed;
     return OK;
 }
 CUresult cuDeviceTotalMem_v2(size_t *bytes, int device) { if (!bytes) return INVALID_VALUE; *bytes = device_size; return OK; }
 CUresult cuDeviceTotalMem(unsigned *bytes, int device) { if (!bytes) return INVALID_VALUE; *bytes = 0xffffffffu; return OK; }
+
+CUresult cuCtxSetLimit(unsigned which, size_t value) { return OK; }
+CUresult cuCheckpointProcessRestore(int pid, void *arguments) { return OK; }
 
 // A context is its device's number + 0x1000.
 CUresult cuCtxCreate_v2(uint64_t *context, unsigned flags, int device) { current = device; *context = 0x1000 + device; return OK; }
@@ -114,6 +131,8 @@ static CUresult allocate_as(uint64_t *pointer, size_t size, int pooled) {
 }
 static CUresult allocate(uint64_t *pointer, size_t size) { return allocate_as(pointer, size, 0); }
 CUresult cuMemAlloc_v2(uint64_t *pointer, size_t size) { return allocate(pointer, size); }
+// A function that no release of Tranche knows.
+CUresult cuFutureAlloc(uint64_t *pointer, size_t size) { return allocate(pointer, size); }
 CUresult cuMemAlloc_v3(uint64_t *pointer, size_t size, int how) { return allocate(pointer, size); }
 CUresult cuMemAllocAsync(uint64_t *pointer, size_t size, void *stream) { return allocate_as(pointer, size, 1); }
 CUresult cuStreamIsCapturing(void *stream, unsigned *status) { *status = 0; return OK; }
@@ -143,7 +162,8 @@ CUresult cuMemPoolExportToShareableHandle(int *descriptor, uint64_t pool, unsign
 }
 // A sparse array is a number, and may have the handle of an earlier one; memory is mapped to it piece by piece.
 CUresult cuArray3DCreate_v2(uint64_t *array, void *shape) { *array = 0x6000; return OK; }
-CUresult cuArrayDestroy(uint64_t array) { return OK; }
+CUresult cuArrayCreate_v2(uint64_t *array, void *shape) { *array = 0x7000; return OK; }
+CUresult cuArrayDestroy(uint64_t array) { return array == 0x7000 ? end() : OK; }
 CUresult cuMemMapArrayAsync(void *list, unsigned count, void *stream) { return OK; }
 CUresult cuMemCreate(uint64_t *handle, size_t size, void *properties, uint64_t flags) { static int made; *handle = 0x700000 + ++made; return OK; }
 // All descriptors are of one file, as a real driver's are of /dev/nvidiactl.
@@ -155,7 +175,7 @@ CUresult cuMemExportToShareableHandle(int *descriptor, uint64_t handle, unsigned
 CUresult cuStreamBeginCapture_v2(void *stream, int mode) { return OK; }
 CUresult cuStreamEndCapture(void *stream, void **graph) { *graph = NULL; return OK; }
 CUresult cuModuleLoadData(uint64_t *module, uint64_t image) { *module = image; return OK; }
-CUresult cuModuleUnload(uint64_t module) { return OK; }
+CUresult cuModuleUnload(uint64_t module) { return end(); }
 CUresult cuModuleGetLoadingMode(unsigned *mode) { *mode = 2; return OK; }
 // A graph has one memory node and is represented by its size; an executable graph has that, and how much it took.
 struct graph { size_t bytes, taken; };

@@ -10,7 +10,6 @@ use std::collections::VecDeque;
 
 use tranche_node::compute::evidence::{Report, Worked};
 use tranche_node::compute::{Controller, Decision, PERIOD_NANOS, Reading};
-use tranche_shim_core::compute::batch::BATCH_NANOS;
 use tranche_shim_core::compute::bucket::Wait;
 use tranche_shim_core::compute::costs::key;
 use tranche_shim_core::compute::{Batch, Bucket, Costs, Price, Refill, Shape, WAIT_NANOS};
@@ -41,6 +40,8 @@ pub struct Program {
     pub share: usize,
     /// Nanoseconds of its kernels, in turn.
     pub kernels: Vec<u64>,
+    /// Each launch has a grid that was not launched before.
+    pub new_grids: bool,
     /// Launches that may be queued before it waits for one.
     pub depth: usize,
     /// When it starts, and when it works: this much of each period.
@@ -50,7 +51,7 @@ pub struct Program {
     /// Its measurements, in percent of the true time.
     pub measures: u64,
     // Its state.
-    pub costs: Box<Costs>,
+    pub costs: Box<Costs<2048, 1024>>,
     pub batch: Batch,
     pub launched: usize,
     pub looks: u64,
@@ -79,6 +80,7 @@ impl Program {
         Self {
             share,
             kernels: kernels.to_vec(),
+            new_grids: false,
             depth: 64,
             from: 0,
             until: u64::MAX,
@@ -103,12 +105,13 @@ impl Program {
 impl Program {
     /// The price of one of its kernels, if it is trusted.
     pub fn price(&self, which: usize) -> Option<u64> {
-        self.costs.trusted(key_of(which))
+        self.costs.trusted(shape_key(which, 1))
     }
 }
 
-fn key_of(which: usize) -> u64 {
-    key(which as u64 + 1, [0; 3])
+/// The key of a kernel with a grid of so many threads; with 0, of the kernel alone.
+fn shape_key(which: usize, work: u64) -> u64 {
+    key(which as u64 + 1, [work, 0, 0])
 }
 
 /// What NVML reports.
@@ -339,11 +342,16 @@ impl World {
             return false;
         }
         let which = program.launched % program.kernels.len();
-        let key = key_of(which);
+        let work = if program.new_grids {
+            1 + program.launched as u64
+        } else {
+            1
+        };
+        let key = shape_key(which, work);
         let launch = Shape {
             key,
-            kernel: key,
-            work: 1,
+            kernel: shape_key(which, 0),
+            work,
         };
         let mut measure = false;
         let paid = program.owes.is_none()
@@ -353,16 +361,15 @@ impl World {
                 .is_some_and(|price| program.batch.pay(price));
         if !paid {
             if program.owes.is_none() {
-                let under_way = program
-                    .lane
-                    .iter()
-                    .any(|kernel| kernel.shape == launch && kernel.measured.is_some());
+                let under_way = program.lane.iter().any(|kernel| {
+                    kernel.shape.kernel == launch.kernel && kernel.measured.is_some()
+                });
                 // A kernel that runs for long is measured while it runs.
                 if let Some(runs) = program.lane.front()
                     && let Some(launched) = runs.measured
                 {
                     let seen = now - program.idle_at.max(launched);
-                    program.costs.at_least(runs.shape.key, seen);
+                    program.costs.at_least(&runs.shape, seen);
                 }
                 let hold = program.costs.hold(&launch);
                 if hold > 0 && under_way {
@@ -378,14 +385,9 @@ impl World {
                 let price = program.costs.price(&launch);
                 program.looks += 1;
                 measure = !matches!(price, Price::Trusted(_)) || program.looks.is_multiple_of(8);
-                let more = price.nanos() - program.batch.take(price.nanos());
-                let ahead = if more < BATCH_NANOS {
-                    BATCH_NANOS / 2 + now % (BATCH_NANOS / 2)
-                } else {
-                    0
-                };
-                program.batch.fill(ahead);
-                program.owes = Some((more + ahead, measure));
+                let due = program.batch.pay_part(price.nanos(), now);
+                program.batch.fill(due.ahead);
+                program.owes = Some((due.rest + due.ahead, measure));
             }
             let (owes, measured) = program.owes.unwrap_or_default();
             measure = measured;

@@ -13,12 +13,12 @@ impl CUresult {
     pub const OUT_OF_MEMORY: Self = Self(2);
     pub const SHARED_OBJECT_INIT_FAILED: Self = Self(303);
     pub const INVALID_CONTEXT: Self = Self(201);
+    pub const UNSUPPORTED_LIMIT: Self = Self(215);
     pub const NOT_FOUND: Self = Self(500);
     pub const NOT_READY: Self = Self(600);
     pub const NOT_PERMITTED: Self = Self(800);
     pub const NOT_SUPPORTED: Self = Self(801);
     pub const MPS_CONNECTION_FAILED: Self = Self(805);
-    pub const STREAM_CAPTURE_INVALIDATED: Self = Self(901);
 
     pub fn is_ok(self) -> bool {
         self == Self::SUCCESS

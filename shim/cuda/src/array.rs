@@ -12,7 +12,7 @@ use crate::abi::{
     ArrayShape2, ArrayShape3, CUDA_ARRAY_MEMORY_REQUIREMENTS, CUDA_ARRAY3D_DEFERRED_MAPPING,
     CUDA_ARRAY3D_SPARSE, CUarray, CUdevice, CUresult,
 };
-use crate::charge::{charge, note};
+use crate::charge::{self, charge, note};
 use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{self, Kind, key};
@@ -120,17 +120,16 @@ pub fn end(array: CUarray, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    let number = key(Kind::Array, array as u64);
-    let taken = process.pointers.take(number);
-    let result = vmm::end_array(process, array, driver);
-    if let Some(entry) = taken {
-        if !result.is_ok() {
-            note(process, number, entry);
-        } else if let Some(device) = process.device_numbered(entry.device) {
-            process.release(device, entry.bytes);
-        }
-    }
-    result
+    charge::end(
+        process,
+        [key(Kind::Array, array as u64)],
+        || vmm::end_array(process, array, driver),
+        |_, entry| {
+            if let Some(device) = process.device_numbered(entry.device) {
+                process.release(device, entry.bytes);
+            }
+        },
+    )
 }
 
 impl Shape {

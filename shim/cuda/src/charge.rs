@@ -9,6 +9,7 @@ use crate::abi::{CUcontext, CUresult};
 use crate::device::{Device, Residence};
 use crate::driver::Call;
 use crate::driver_pools::State;
+use crate::ends::Charges;
 use crate::exports;
 use crate::keys::{self, Kind};
 use crate::process::{self, Process};
@@ -255,6 +256,28 @@ pub fn note(process: &'static Process, key: u64, entry: Entry) {
         // It was freed unnoticed: otherwise the driver would not have reused the number.
         return_charge(process, key, former);
     }
+}
+
+/// Makes a call that ends what `keys` stand for, and gives their charges back by `give_back` if it has ended.
+///
+/// The charges are taken out first, because a driver reuses the handle of what has ended, and put back if it has not.
+pub fn end<const N: usize>(
+    process: &'static Process,
+    keys: [u64; N],
+    act: impl FnOnce() -> CUresult,
+    give_back: impl Fn(u64, Entry),
+) -> CUresult {
+    let object = keys[0];
+    process.ends.begin(object);
+    let found = Charges::take(keys, |key| process.pointers.take(key));
+    let result = act();
+    let (charges, is_over) = process.ends.end(object, result.is_ok(), found);
+    if is_over {
+        charges.each(give_back);
+    } else {
+        charges.each(|key, entry| note(process, key, entry));
+    }
+    result
 }
 
 /// Gives back the charge of an entry of the table.

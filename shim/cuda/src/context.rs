@@ -24,10 +24,24 @@ use crate::settle;
 use crate::stream::current_context;
 
 /// A new context on a device.
-pub fn make(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
-    if let Some(process) = process::joined() {
-        process.fitting.add_context();
+pub fn make(context: *mut CUcontext, handle: CUdevice, driver: Call<'_>) -> CUresult {
+    let process = match process::current() {
+        Ok(process) => process,
+        Err(code) => return code,
+    };
+    let Some(device) = process.device(handle) else {
+        // The driver refuses a device that does not exist.
+        return driver.make();
+    };
+    process.fitting.add_context(device);
+    let result = make_charged(context, handle, driver);
+    if !result.is_ok() {
+        process.fitting.end_context(device);
     }
+    result
+}
+
+fn make_charged(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> CUresult {
     let reserved = match reserve(device) {
         Ok(Some(reserved)) if !context.is_null() => reserved,
         Ok(_) => return driver.make(),
@@ -112,6 +126,9 @@ fn leave_primary(process: &'static Process, device: &Device, context: Option<CUc
         let taken = process.contexts.noting.with(|endings| {
             calls.end_if_unchanged(seen).then(|| {
                 let is_over = seen.is_last() && is_gone;
+                if is_over {
+                    process.fitting.end_primary(device);
+                }
                 is_over.then(|| (process.pointers.take(primary), endings.last(device)))
             })
         });
@@ -159,6 +176,9 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
     }
     if let Some(entry) = taken {
         if result.is_ok() {
+            if let Some(device) = process.device_numbered(entry.device) {
+                process.fitting.end_context(device);
+            }
             return_charge(process, number, entry);
         } else {
             note(process, number, entry);
@@ -226,10 +246,29 @@ fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) 
     result
 }
 
+/// `cuCheckpointProcessRestore`. Its arguments can move the memory of a process to another GPU, where it would not be charged:
+/// refused if they are not all zero, as cuda.h wants what it does not name.
+pub fn restore(arguments: *const [u64; 8], driver: Call<'_>) -> CUresult {
+    // SAFETY: null, or the program's, for the driver to read; cuda.h gives the structure 64 bytes.
+    let asks = unsafe { arguments.as_ref() }.is_some_and(|arguments| *arguments != [0; 8]);
+    let is_capped =
+        process::joined().is_some_and(|process| process.devices().any(Device::is_capped));
+    if asks && is_capped {
+        return CUresult::NOT_SUPPORTED;
+    }
+    driver.make()
+}
+
 const STACK_SIZE: u32 = 0;
 const PRINTF_FIFO_SIZE: u32 = 1;
 const MALLOC_HEAP_SIZE: u32 = 2;
 const DEV_RUNTIME_SYNC_DEPTH: u32 = 3;
+/// From pending launches of the device runtime, of which it is not documented how much memory one takes, to the shared memory of
+/// graphics contexts.
+const TAKES_NOTHING_FROM: u32 = 4;
+const TAKES_NOTHING_TO: u32 = 9;
+/// Since CUDA 13.5: memory for each block that runs.
+const PER_BLOCK_MEMORY_SIZE: u32 = 10;
 
 /// Bytes that each level of kernels which wait for their own kernels takes, at most (CUDA C++ Programming
 /// Guide, "Memory Allocation and Lifetime" of the device runtime's first version).
@@ -251,7 +290,10 @@ pub fn set_limit(which: u32, value: usize, driver: Call<'_>) -> CUresult {
         PRINTF_FIFO_SIZE => value.saturating_sub(1 << 20),
         MALLOC_HEAP_SIZE => value.saturating_sub(8 << 20),
         DEV_RUNTIME_SYNC_DEPTH => value.saturating_sub(2).saturating_mul(SYNC_LEVEL),
-        _ => return driver.make(),
+        PER_BLOCK_MEMORY_SIZE => value.saturating_mul(local::blocks(device)),
+        TAKES_NOTHING_FROM..=TAKES_NOTHING_TO => return driver.make(),
+        // As by a driver that does not know it.
+        _ => return CUresult::UNSUPPORTED_LIMIT,
     };
     set_charged_limit(process, device, which, device.taken_by(bytes), driver)
 }
@@ -305,6 +347,11 @@ fn forget(process: &'static Process, context: u64, ending: Ending) {
     if context == 0 {
         return;
     }
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "a handle has 64 bits at most"
+    )]
+    process.launches.captures.forget(context as CUcontext);
     let Ending { ended, mark } = ending;
     process
         .pointers

@@ -8,7 +8,7 @@ use tranche_shim_runtime::library::Library;
 
 use crate::abi::CUresult;
 
-pub use symbols::{HANDLED_NAMES, PASSING, SYMBOLS, index};
+pub use symbols::{PASSING, PASSING_NAMES, SYMBOLS, index};
 
 /// The driver's library.
 pub static DRIVER: Library = Library::new(

@@ -2,6 +2,7 @@
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::lock::Guarded;
 
 use crate::abi::CUfunction;
@@ -9,50 +10,68 @@ use crate::device::Device;
 
 /// The kernels that are known to fit. All zeros means none.
 pub struct Fitting {
-    /// Handles, each with the device and the epoch in which it was found to fit.
-    known: [AtomicU64; KNOWN],
+    /// The kernels, by a hash of the handle.
+    known: [Set; SETS],
     /// The epoch, at its place in an entry.
     epoch: AtomicU64,
-    /// How many contexts were created so far; a device's primary context counts once.
-    pub contexts: AtomicU32,
+    /// For each device, the contexts that exist or that a call creates; the primary context counts once.
+    contexts: [AtomicU32; MAX_SHARES],
     /// A bit for each device whose primary context was counted.
     primaries: AtomicU64,
     /// Locked while the charge of a context changes, but never while the driver is called.
     pub charges: Guarded<()>,
 }
 
-const KNOWN: usize = 4096;
+/// Kernels with the same hash: handles, each with the device and the epoch in which it was found to fit.
+#[repr(C, align(32))]
+struct Set([AtomicU64; WAYS]);
+
+const SETS: usize = 2048;
+const WAYS: usize = 4;
 
 /// Above the addresses of user space: the epoch, then the device's number.
 const EPOCH: u64 = 1 << 48;
 const DEVICE_SHIFT: u32 = 58;
 const EPOCHS: u64 = 1 << DEVICE_SHIFT;
 
+/// A kernel that fits in an epoch.
+#[derive(Clone, Copy)]
+pub struct Fit {
+    hash: usize,
+    value: u64,
+}
+
 impl Fitting {
     /// Whether a kernel is known to fit on a device.
     #[inline]
     pub fn knows(&self, device: &Device, handle: CUfunction) -> bool {
-        let (place, value) = self.place(device, handle);
-        place.load(Ordering::Relaxed) == value
+        let Fit { hash, value } = self.fit(device, handle);
+        let Set(ways) = &self.known[hash % SETS];
+        ways.iter().any(|way| way.load(Ordering::Relaxed) == value)
     }
 
-    /// The place of a kernel in the table, and the value that says that it fits.
+    /// The entry that says that a kernel fits in this epoch.
     #[inline]
-    pub fn place(&self, device: &Device, handle: CUfunction) -> (&AtomicU64, u64) {
+    pub fn fit(&self, device: &Device, handle: CUfunction) -> Fit {
         let handle = handle as u64;
         // An entry that was never written is 0, which is no handle in any epoch.
         let epoch = self.epoch.load(Ordering::Relaxed);
-        let value = handle ^ epoch ^ u64::from(device.number) << DEVICE_SHIFT;
-        let hash = handle.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - KNOWN.ilog2());
-        #[expect(clippy::cast_possible_truncation, reason = "below the table's length")]
-        let place = &self.known[hash as usize % KNOWN];
-        (place, value)
+        let hash = (handle.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize;
+        Fit {
+            hash,
+            value: handle ^ epoch ^ u64::from(device.number) << DEVICE_SHIFT,
+        }
     }
 
-    /// Notes that a kernel fits.
-    pub fn note(&self, device: &Device, handle: CUfunction) {
-        let (place, value) = self.place(device, handle);
-        place.store(value, Ordering::Relaxed);
+    /// Notes that a kernel fits. It is found first; the one that was found first is the second, and so on.
+    pub fn note(&self, Fit { hash, mut value }: Fit) {
+        let Set(ways) = &self.known[hash % SETS];
+        for way in ways {
+            value = way.swap(value, Ordering::Relaxed);
+            if value == 0 {
+                break;
+            }
+        }
     }
 
     /// Forgets all kernels, by a new epoch.
@@ -62,23 +81,48 @@ impl Fitting {
             .epoch
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next);
         if former.is_ok_and(|former| next(former) == Some(0)) {
-            for place in &self.known {
+            for place in self.known.iter().flat_map(|Set(ways)| ways) {
                 place.store(0, Ordering::Relaxed);
             }
         }
     }
 
-    /// Notes that a device's primary context was retained.
+    /// Whether a device has one context at most.
+    pub fn has_one_context(&self, device: &Device) -> bool {
+        self.contexts(device).load(Ordering::Relaxed) <= 1
+    }
+
+    /// Notes that a device's primary context is retained.
     pub fn add_primary(&self, device: &Device) {
         let bit = 1 << (device.number % 64);
         if self.primaries.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
-            self.add_context();
+            self.add_context(device);
         }
     }
 
-    /// Notes that a context was created.
-    pub fn add_context(&self) {
-        self.contexts.fetch_add(1, Ordering::Relaxed);
+    /// Notes that a device's primary context has ended.
+    pub fn end_primary(&self, device: &Device) {
+        let bit = 1 << (device.number % 64);
+        if self.primaries.fetch_and(!bit, Ordering::Relaxed) & bit != 0 {
+            self.end_context(device);
+        }
+    }
+
+    /// Notes that a context is created on a device.
+    pub fn add_context(&self, device: &Device) {
+        self.contexts(device).fetch_add(1, Ordering::Relaxed);
         self.forget();
+    }
+
+    /// Notes that a context has ended, or was not created.
+    pub fn end_context(&self, device: &Device) {
+        let less = |count: u32| count.checked_sub(1);
+        let _ = self
+            .contexts(device)
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
+    }
+
+    fn contexts(&self, device: &Device) -> &AtomicU32 {
+        &self.contexts[usize::from(device.number) % MAX_SHARES]
     }
 }

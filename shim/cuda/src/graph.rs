@@ -9,6 +9,7 @@ use crate::abi::{
     CUgraphExec, CUgraphNodeParams, CUresult,
 };
 use crate::charge;
+use crate::collective;
 use crate::driver::Call;
 use crate::driver_pools::State;
 use crate::keys::{Kind, key};
@@ -83,7 +84,7 @@ pub fn add(graph: CUgraph, parameters: *const CUgraphNodeParams, driver: Call<'_
     let (kind, body) = unsafe { ((*parameters).kind, &raw const (*parameters).body) };
     match kind {
         CUgraphNodeParams::MEM_ALLOC => add_allocation(graph, body.cast(), driver),
-        CUgraphNodeParams::KERNEL => add_kernel(body.cast(), driver),
+        CUgraphNodeParams::KERNEL => add_kernel(Some(graph), body.cast(), driver),
         CUgraphNodeParams::GRAPH => {
             // SAFETY: a graph's handle comes first.
             let child = unsafe { body.cast::<CUgraph>().read() };
@@ -98,15 +99,19 @@ pub fn set(parameters: *const CUgraphNodeParams, driver: Call<'_>) -> CUresult {
     // SAFETY: null, or what the driver reads next; the body is the kind's.
     match unsafe { parameters.as_ref() } {
         Some(set) if set.kind == CUgraphNodeParams::KERNEL => {
-            add_kernel((&raw const set.body).cast(), driver)
+            add_kernel(None, (&raw const set.body).cast(), driver)
         }
         _ => driver.make(),
     }
 }
 
-/// A kernel of a graph. Its local memory is charged to its context now, so that a launch of the graph need not check it.
-/// `parameters` are of the version that has the fields `kernel` and `context`.
-pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
+/// A kernel of a graph, which is known if the kernel is new there. Its local memory is charged to its context now, so that a
+/// launch of the graph need not check it. `parameters` are of the version that has the fields `kernel` and `context`.
+pub fn add_kernel(
+    graph: Option<CUgraph>,
+    parameters: *const CUDA_KERNEL_NODE_PARAMS,
+    driver: Call<'_>,
+) -> CUresult {
     // SAFETY: null, or what the driver reads next.
     let (context, handle) = unsafe { parameters.as_ref() }.map_or((0, 0), |set| {
         if set.function == 0 {
@@ -115,30 +120,49 @@ pub fn add_kernel(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) 
             (0, set.function)
         }
     });
-    add_function(context, handle, driver)
+    add_function(graph, context, handle, driver)
 }
 
 /// The same for the earlier version, which has a function.
-pub fn add_function_of(parameters: *const CUDA_KERNEL_NODE_PARAMS, driver: Call<'_>) -> CUresult {
+pub fn add_function_of(
+    graph: Option<CUgraph>,
+    parameters: *const CUDA_KERNEL_NODE_PARAMS,
+    driver: Call<'_>,
+) -> CUresult {
     // SAFETY: null, or what the driver reads next: the function comes first in all versions.
     let handle = unsafe { parameters.cast::<CUfunction>().as_ref() };
-    add_function(0, handle.copied().unwrap_or(0), driver)
+    add_function(graph, 0, handle.copied().unwrap_or(0), driver)
 }
 
 /// `context` is where the kernel will run; 0 for the current one.
-fn add_function(context: CUcontext, handle: CUfunction, driver: Call<'_>) -> CUresult {
-    match process::joined().map_or(Ok(()), |process| local::ensure_in(process, context, handle)) {
-        Ok(()) => driver.make(),
-        Err(code) => code,
+fn add_function(
+    graph: Option<CUgraph>,
+    context: CUcontext,
+    handle: CUfunction,
+    driver: Call<'_>,
+) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    if let Err(code) = local::ensure_in(process, context, handle) {
+        return code;
     }
+    if let Some(graph) = graph.filter(|_| collective::is_marked(process, handle)) {
+        collective::mark_graph(process, graph);
+    }
+    driver.make()
 }
 
 /// Adds a graph as a node of another one, with the memory that it needs.
 pub fn add_child(graph: CUgraph, child: CUgraph, driver: Call<'_>) -> CUresult {
     let result = driver.make();
-    if result.is_ok()
-        && let Some(process) = process::joined()
-        && let Some(of_child) = process.pointers.get(graph_key(child))
+    let Some(process) = process::joined().filter(|_| result.is_ok()) else {
+        return result;
+    };
+    if collective::is_marked_graph(process, child) {
+        collective::mark_graph(process, graph);
+    }
+    if let Some(of_child) = process.pointers.get(graph_key(child))
         && let Some(device) = process.device_numbered(of_child.device)
         && let Ok(allocator) = PoolAllocator::graphs(process, device)
     {
@@ -183,21 +207,22 @@ pub fn instantiate(executable: *mut CUgraphExec, graph: CUgraph, driver: Call<'_
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    let Some(needs) = process.pointers.get(graph_key(graph)) else {
-        return driver.make();
+    let needs = process.pointers.get(graph_key(graph));
+    let device = needs.and_then(|needs| process.device_numbered(needs.device));
+    let result = match needs.zip(device) {
+        None => driver.make(),
+        Some((needs, device)) => match PoolAllocator::graphs(process, device) {
+            Ok(allocator) => allocator.raise_floor(needs.bytes, driver),
+            Err(code) => return code,
+        },
     };
-    let Some(device) = process.device_numbered(needs.device) else {
-        return driver.make();
-    };
-    let allocator = match PoolAllocator::graphs(process, device) {
-        Ok(allocator) => allocator,
-        Err(code) => return code,
-    };
-    let result = allocator.raise_floor(needs.bytes, driver);
-    if result.is_ok() {
-        // SAFETY: the driver has just written to it.
+    if result.is_ok() && !executable.is_null() {
+        // SAFETY: not null, and the driver has just written to it.
         let executable = unsafe { executable.read() };
-        let _ = process.pointers.put(executable_key(executable), needs);
+        collective::instantiate(process, executable, graph);
+        if let Some(needs) = needs.filter(|_| device.is_some()) {
+            let _ = process.pointers.put(executable_key(executable), needs);
+        }
     }
     result
 }
@@ -207,18 +232,16 @@ pub fn end_executable(executable: CUgraphExec, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    // Taken out before the driver may reuse the handle.
-    let taken = process.pointers.take(executable_key(executable));
-    let result = driver.make();
-    let Some(needed) = taken else {
-        return result;
-    };
-    if !result.is_ok() {
-        charge::note(process, executable_key(executable), needed);
-    } else if let Some(device) = process.device_numbered(needed.device) {
-        lower_floor(process, State::Graphs, device, needed.bytes);
-    }
-    result
+    charge::end(
+        process,
+        [executable_key(executable)],
+        || driver.make(),
+        |_, needed| {
+            if let Some(device) = process.device_numbered(needed.device) {
+                lower_floor(process, State::Graphs, device, needed.bytes);
+            }
+        },
+    )
 }
 
 /// The end of a graph.
@@ -227,6 +250,7 @@ pub fn end(graph: CUgraph, driver: Call<'_>) -> CUresult {
         return driver.make();
     };
     let taken = process.pointers.take(graph_key(graph));
+    collective::end(process, graph);
     let result = driver.make();
     match taken {
         Some(needs) if !result.is_ok() => charge::note(process, graph_key(graph), needs),

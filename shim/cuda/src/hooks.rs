@@ -12,13 +12,17 @@ use crate::abi::{
     CUresult, CUstream, Function,
 };
 use crate::driver::{Call, real};
-use crate::launch::{self, Kernel};
+use crate::kernel::Kernel;
+use crate::launch;
 use crate::managed;
 use crate::memory::{Asked, Rows};
 use crate::module::{self, Within};
 use crate::settle::settle_after;
 use crate::stream::{Stream, own};
-use crate::{array, context, dma_buf, graph, ipc, memory, multicast, pool, process, resolve, vmm};
+use crate::{
+    array, capture, context, dma_buf, graph, ipc, lookup, memory, multicast, pool, process,
+    resolve, vmm,
+};
 
 macro_rules! hook {
     ($name:ident $arguments:tt |$driver:ident| $body:expr) => {
@@ -80,6 +84,7 @@ hooks! {
     fn cuArrayCreate_v2(array: *mut CUarray, shape: *const ArrayShape2<usize>)
         |driver| array::make(array, shape2(shape), driver);
     fn cuArrayDestroy(array: CUarray) |driver| array::end(array, driver);
+    fn cuCheckpointProcessRestore(process: c_int, arguments: *const [u64; 8]) |driver| context::restore(arguments, driver);
     fn cuCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice)
         |driver| context::make(context, device, driver);
     fn cuCtxCreate_v2(context: *mut CUcontext, flags: u32, device: CUdevice)
@@ -115,9 +120,9 @@ hooks! {
     fn cuGraphAddChildGraphNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, child: CUgraph)
         |driver| graph::add_child(graph, child, driver);
     fn cuGraphAddKernelNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| graph::add_function_of(parameters, driver);
+        |driver| graph::add_function_of(Some(graph), parameters, driver);
     fn cuGraphAddKernelNode_v2(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| graph::add_kernel(parameters, driver);
+        |driver| graph::add_kernel(Some(graph), parameters, driver);
     fn cuGraphAddMemAllocNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *mut CUDA_MEM_ALLOC_NODE_PARAMS)
         |driver| graph::add_allocation(graph, parameters, driver);
     fn cuGraphAddNode(node: *mut usize, graph: CUgraph, dependencies: *const usize, count: usize, parameters: *mut CUgraphNodeParams)
@@ -131,13 +136,13 @@ hooks! {
     fn cuGraphExecChildGraphNodeSetParams(graph: CUgraphExec, node: usize, child: CUgraph) |driver| launch::change_graph(graph, driver);
     fn cuGraphExecDestroy(graph: CUgraphExec) |driver| launch::end_graph(graph, Call::of(&|| graph::end_executable(graph, driver)));
     fn cuGraphExecKernelNodeSetParams(graph: CUgraphExec, node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| launch::change_graph(graph, Call::of(&|| graph::add_function_of(parameters, driver)));
+        |driver| launch::change_graph(graph, Call::of(&|| graph::add_function_of(None, parameters, driver)));
     fn cuGraphExecKernelNodeSetParams_v2(graph: CUgraphExec, node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| launch::change_graph(graph, Call::of(&|| graph::add_kernel(parameters, driver)));
+        |driver| launch::change_graph(graph, Call::of(&|| graph::add_kernel(None, parameters, driver)));
     fn cuGraphExecNodeSetParams(graph: CUgraphExec, node: usize, parameters: *mut CUgraphNodeParams)
         |driver| launch::change_graph(graph, Call::of(&|| graph::set(parameters, driver)));
-    fn cuGraphExecUpdate(graph: CUfunction, from: usize, node: *mut usize, result: *mut u32) |driver| launch::change_graph(graph, driver);
-    fn cuGraphExecUpdate_v2(graph: CUfunction, from: usize, result: *mut u32) |driver| launch::change_graph(graph, driver);
+    fn cuGraphExecUpdate(graph: CUfunction, from: usize, node: *mut usize, result: *mut u32) |driver| launch::update_graph(graph, from, driver);
+    fn cuGraphExecUpdate_v2(graph: CUfunction, from: usize, result: *mut u32) |driver| launch::update_graph(graph, from, driver);
     fn cuGraphInstantiate(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
         |driver| graph::instantiate(executable, graph, driver);
     fn cuGraphInstantiateWithFlags(executable: *mut CUgraphExec, graph: CUgraph, flags: u64)
@@ -149,9 +154,9 @@ hooks! {
     fn cuGraphInstantiate_v2(executable: *mut CUgraphExec, graph: CUgraph, node: *mut usize, log: *mut c_char, size: usize)
         |driver| graph::instantiate(executable, graph, driver);
     fn cuGraphKernelNodeSetParams(node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| graph::add_function_of(parameters, driver);
+        |driver| graph::add_function_of(None, parameters, driver);
     fn cuGraphKernelNodeSetParams_v2(node: usize, parameters: *const CUDA_KERNEL_NODE_PARAMS)
-        |driver| graph::add_kernel(parameters, driver);
+        |driver| graph::add_kernel(None, parameters, driver);
     fn cuGraphLaunch(graph: CUfunction, stream: CUstream) launches(Kernel::graph(graph), stream);
     fn cuGraphLaunch_ptsz(graph: CUfunction, stream: CUstream) launches(Kernel::graph(graph), own(stream));
     fn cuGraphNodeSetEnabled(graph: CUgraphExec, node: usize, enabled: u32) |driver| launch::change_graph(graph, driver);
@@ -165,7 +170,7 @@ hooks! {
     fn cuIpcGetMemHandle(handle: *mut CUipcMemHandle, pointer: CUdeviceptr) |driver| managed::export(pointer, driver);
     fn cuIpcOpenMemHandle(pointer: *mut CUdeviceptr, handle: CUipcMemHandle, flags: u32) |driver| ipc::open(pointer, driver);
     fn cuIpcOpenMemHandle_v2(pointer: *mut CUdeviceptr, handle: CUipcMemHandle, flags: u32) |driver| ipc::open(pointer, driver);
-    fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| launch::find_function(function, kernel, driver);
+    fn cuKernelGetFunction(function: *mut CUfunction, kernel: CUfunction) |driver| lookup::find_function(function, kernel, driver);
     fn cuLaunch(function: CUfunction) launches(Kernel::of(function), 0);
     fn cuLaunchCooperativeKernel(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function)
         launches(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, stream);
@@ -185,8 +190,8 @@ hooks! {
         launches(Kernel::configured(config, function), own(launch::configured_stream(config)));
     fn cuLaunchKernel_ptsz(function: CUfunction, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: CUstream, parameters: *mut Function, extra: *mut Function)
         launches(Kernel { handle: function, grid: [gx, gy, gz], block: [bx, by, bz] }, own(stream));
-    fn cuLibraryEnumerateKernels(kernels: *mut CUfunction, count: u32, library: usize) |driver| launch::list_kernels(kernels, count, driver);
-    fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| launch::find_library_kernel(kernel, name, driver);
+    fn cuLibraryEnumerateKernels(kernels: *mut CUfunction, count: u32, library: usize) |driver| lookup::list_kernels(kernels, count, driver);
+    fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| lookup::find_library_kernel(kernel, name, driver);
     fn cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
         |driver| module::load(library, image, Within::Process, driver);
     fn cuLibraryLoadFromFile(library: *mut usize, path: *const c_char, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
@@ -257,7 +262,7 @@ hooks! {
     fn cuMipmappedArrayCreate(array: *mut CUarray, shape: *const ArrayShape3<usize>, levels: u32)
         |driver| array::make(array, mipmap(shape, levels), driver);
     fn cuMipmappedArrayDestroy(array: CUarray) |driver| array::end(array, driver);
-    fn cuModuleGetFunction(function: *mut CUfunction, module: usize, name: *const c_char) |driver| launch::find_kernel(function, name, driver);
+    fn cuModuleGetFunction(function: *mut CUfunction, module: usize, name: *const c_char) |driver| lookup::find_kernel(function, name, driver);
     fn cuModuleLoad(module: *mut usize, path: *const c_char) |driver| module::load_file(module, path, Within::Context, driver);
     fn cuModuleLoadData(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, driver);
     fn cuModuleLoadDataEx(module: *mut usize, image: *const u8, count: u32, options: *mut c_void, values: *mut c_void)
@@ -280,20 +285,22 @@ hooks! {
         |driver| managed::correct(value, attribute, pointer, driver);
     fn cuPointerGetAttributes(count: u32, attributes: *const u32, values: *const *mut c_void, pointer: CUdeviceptr)
         |driver| managed::correct_each(count, attributes, values, pointer, driver);
-    fn cuStreamBeginCapture(stream: CUstream) |driver| launch::begin_capture(driver);
+    fn cuStreamBeginCapture(stream: CUstream) |driver| capture::begin(Stream::legacy(stream), driver);
     fn cuStreamBeginCaptureToGraph(stream: CUstream, graph: usize, dependencies: *const usize, edges: *const u8, count: usize, mode: u32)
-        |driver| launch::begin_capture(driver);
+        |driver| capture::begin(Stream::legacy(stream), driver);
     fn cuStreamBeginCaptureToGraph_ptsz(stream: CUstream, graph: usize, dependencies: *const usize, edges: *const u8, count: usize, mode: u32)
-        |driver| launch::begin_capture(driver);
-    fn cuStreamBeginCapture_ptsz(stream: CUstream) |driver| launch::begin_capture(driver);
-    fn cuStreamBeginCapture_v2(stream: CUstream, mode: u32) |driver| launch::begin_capture(driver);
-    fn cuStreamBeginCapture_v2_ptsz(stream: CUstream, mode: u32) |driver| launch::begin_capture(driver);
+        |driver| capture::begin(Stream::per_thread(stream), driver);
+    fn cuStreamBeginCapture_ptsz(stream: CUstream) |driver| capture::begin(Stream::per_thread(stream), driver);
+    fn cuStreamBeginCapture_v2(stream: CUstream, mode: u32) |driver| capture::begin(Stream::legacy(stream), driver);
+    fn cuStreamBeginCapture_v2_ptsz(stream: CUstream, mode: u32) |driver| capture::begin(Stream::per_thread(stream), driver);
     fn cuStreamBeginRecaptureToGraph(stream: CUstream, mode: u32, graph: CUgraph, callback: Function, data: *mut c_void)
-        |driver| launch::begin_capture(driver);
+        |driver| capture::begin(Stream::legacy(stream), driver);
     fn cuStreamBeginRecaptureToGraph_ptsz(stream: CUstream, mode: u32, graph: CUgraph, callback: Function, data: *mut c_void)
-        |driver| launch::begin_capture(driver);
-    fn cuStreamEndCapture(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
-    fn cuStreamEndCapture_ptsz(stream: CUstream, graph: *mut usize) |driver| launch::end_capture(driver);
+        |driver| capture::begin(Stream::per_thread(stream), driver);
+    fn cuStreamDestroy(stream: CUstream) |driver| capture::destroy(stream, driver);
+    fn cuStreamDestroy_v2(stream: CUstream) |driver| capture::destroy(stream, driver);
+    fn cuStreamEndCapture(stream: CUstream, graph: *mut usize) |driver| capture::end(Stream::legacy(stream), driver);
+    fn cuStreamEndCapture_ptsz(stream: CUstream, graph: *mut usize) |driver| capture::end(Stream::per_thread(stream), driver);
     fn cuStreamSynchronize(stream: CUstream) |driver| settle_after(driver);
     fn cuStreamSynchronize_ptsz(stream: CUstream) |driver| settle_after(driver);
     fn cuVDPAUCtxCreate(context: *mut CUcontext, flags: u32, device: CUdevice, display: u32, function: *mut c_void)

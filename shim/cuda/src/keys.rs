@@ -18,6 +18,7 @@ pub enum Kind {
     Local,
     Kernel,
     Import,
+    CollectiveGraph,
 }
 
 /// The key in the table of pointers under which a handle is noted.

@@ -8,100 +8,26 @@
 //!
 //! [`tranche_shim_core::compute`] describes how prices are learned and charged.
 
-use core::ffi::{CStr, c_char};
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::Ordering;
 
-use tranche_shim_core::Entry;
-use tranche_shim_core::compute::batch::BATCH_NANOS;
+use tranche_shim_core::compute::batch::Due;
 use tranche_shim_core::compute::bucket::Wait;
-use tranche_shim_core::compute::collective::is_collective;
 use tranche_shim_core::compute::costs::key;
-use tranche_shim_core::compute::{Batch, Price, Shape, WAIT_NANOS};
+use tranche_shim_core::compute::{Price, Shape, WAIT_NANOS};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUfunction, CUlaunchConfig, CUlaunchParams, CUresult, CUstream};
+use crate::collective;
 use crate::device::Device;
 use crate::driver::Call;
-use crate::keys;
+use crate::kernel::Kernel;
 use crate::launches::Launches;
 use crate::local;
 use crate::measure::Measurement;
 use crate::process::{self, Process};
-use crate::stream::{is_capturing, within_stream};
-
-/// This bit marks a handle as a graph's. Handles are addresses of user space, which do not have it.
-const GRAPH: CUfunction = 1 << 47;
-
-/// A kernel and how it is launched.
-#[derive(Clone, Copy)]
-pub struct Kernel {
-    /// The function's handle, or a graph's, with [`GRAPH`].
-    pub handle: CUfunction,
-    /// Blocks of the grid, threads of a block.
-    pub grid: [u32; 3],
-    pub block: [u32; 3],
-}
+use crate::stream::{Stream, is_capturing, within_stream};
 
 impl Kernel {
-    /// A kernel without its grid, if another call sets the grid, or if it does not matter.
-    pub fn of(handle: CUfunction) -> Self {
-        Self {
-            handle,
-            grid: [0; 3],
-            block: [0; 3],
-        }
-    }
-
-    /// A graph that can be launched.
-    #[inline]
-    pub fn graph(handle: CUfunction) -> Self {
-        Self::of(handle | GRAPH)
-    }
-
-    fn is_graph(&self) -> bool {
-        self.handle & GRAPH != 0
-    }
-
-    /// What `cuLaunchKernelEx` launches.
-    #[inline]
-    pub fn configured(config: *const CUlaunchConfig, handle: CUfunction) -> Self {
-        // SAFETY: null, which the driver refuses, or the program's, for the driver to read.
-        match unsafe { config.as_ref() } {
-            Some(config) => Self {
-                handle,
-                grid: config.grid,
-                block: config.block,
-            },
-            None => Self::of(handle),
-        }
-    }
-
-    #[inline]
-    fn numbers(&self) -> [u64; 3] {
-        let two = |high: u32, low: u32| u64::from(high) << 32 | u64::from(low);
-        [
-            two(self.grid[0], self.grid[1]),
-            two(self.grid[2], self.block[0]),
-            two(self.block[1], self.block[2]),
-        ]
-    }
-
-    fn shape(&self) -> Shape {
-        let work = self.grid.iter().chain(&self.block).fold(1, |work, extent| {
-            u64::saturating_mul(work, u64::from(*extent).max(1))
-        });
-        Shape {
-            key: key(self.handle as u64, self.numbers()),
-            kernel: self.family(),
-            work,
-        }
-    }
-
-    /// The key of the kernel without its grid.
-    fn family(&self) -> u64 {
-        key(self.handle as u64, [0; 3])
-    }
-
     /// Pays for a launch from the thread's batch, if its price is known and the batch has it.
     #[inline]
     pub fn is_paid(&self) -> bool {
@@ -132,7 +58,11 @@ fn is_paid_on_current(handle: CUfunction, one: u64, two: u64, three: u64) -> boo
     })
 }
 
-#[inline]
+#[inline(always)]
+#[expect(
+    clippy::inline_always,
+    reason = "it is a launch's whole path, and has two callers"
+)]
 fn is_paid_on(
     process: &'static Process,
     device: &Device,
@@ -140,7 +70,7 @@ fn is_paid_on(
     numbers: [u64; 3],
 ) -> bool {
     let launches = &process.launches;
-    if launches.captures.load(Ordering::Relaxed) != 0 || !process.fitting.knows(device, handle) {
+    if launches.captures.any() || !process.fitting.knows(device, handle) {
         return false;
     }
     if device.cores == 0 {
@@ -161,29 +91,30 @@ pub fn configured_stream(config: *const CUlaunchConfig) -> CUstream {
 #[cold]
 #[inline(never)]
 pub fn launch(kernel: Kernel, stream: CUstream, driver: Call<'_>) -> CUresult {
-    let begun = match begin(kernel, stream) {
-        Ok(begun) => begun,
+    let launch = match find(kernel, stream) {
+        Ok(Some(launch)) => launch,
+        // The driver returns the error.
+        Ok(None) => return driver.make(),
         Err(code) => return code,
     };
+    let begun = launch.begin();
     let result = driver.make();
     begun.end(result);
     result
 }
 
-fn begin(kernel: Kernel, stream: CUstream) -> Result<Begun, CUresult> {
+fn find(kernel: Kernel, stream: CUstream) -> Result<Option<Launch>, CUresult> {
     let process = process::current()?;
     let Ok(device) = process.current_device() else {
-        // The driver returns the error.
-        return Ok(Begun::default());
+        return Ok(None);
     };
     fit(process, device, kernel)?;
-    let launch = Launch {
+    Ok(Some(Launch {
         process,
         device,
         shape: kernel.shape(),
         stream,
-    };
-    Ok(launch.begin())
+    }))
 }
 
 /// Charges a kernel's local memory before its first launch. For a graph's kernels this was done when they became part of
@@ -193,7 +124,7 @@ fn fit(process: &'static Process, device: &'static Device, kernel: Kernel) -> Re
     if fitting.knows(device, kernel.handle) {
         Ok(())
     } else if kernel.is_graph() {
-        fitting.note(device, kernel.handle);
+        fitting.note(fitting.fit(device, kernel.handle));
         Ok(())
     } else {
         local::ensure(process, device, kernel.handle)
@@ -266,21 +197,20 @@ struct Launch {
 
 /// The state between the steps before and after the driver's call.
 #[derive(Default)]
-struct Begun {
-    paid: Option<(&'static Batch, u64)>,
+struct Begun<'a> {
+    paid: Option<(&'a Launch, u64)>,
     measurement: Option<Measurement>,
 }
 
-impl Begun {
+impl Begun<'_> {
     fn end(self, result: CUresult) {
         if let Some(measurement) = self.measurement {
             measurement.end(result);
         }
-        if let Some((batch, paid)) = self.paid
+        if let Some((launch, paid)) = self.paid
             && !result.is_ok()
         {
-            // Nothing runs, so the next launch may use what was paid.
-            batch.give(paid);
+            launch.give_back(paid);
         }
     }
 }
@@ -295,10 +225,15 @@ const NAP_NANOS: u64 = 20_000_000;
 const SELDOM: u64 = 8;
 
 impl Launch {
-    fn begin(&self) -> Begun {
+    fn begin(&self) -> Begun<'_> {
         let launches = &self.process.launches;
-        if launches.captures.load(Ordering::Relaxed) != 0 && is_capturing(self.stream) {
+        if launches.captures.any() && is_capturing(self.stream) {
             // Work for a graph, which pays when it is launched.
+            if launches.costs.is_exempt(self.shape.kernel)
+                && let Some(graph) = Stream::legacy(self.stream).graph()
+            {
+                collective::mark_graph(self.process, graph);
+            }
             return Begun::default();
         }
         if self.device.cores == 0 {
@@ -316,7 +251,7 @@ impl Launch {
             None
         };
         Begun {
-            paid: Some((launches.batch(self.device), price.nanos())),
+            paid: Some((self, price.nanos())),
             measurement,
         }
     }
@@ -329,16 +264,21 @@ impl Launch {
         let held = if exempt { 0 } else { self.hold() };
         let price = costs.price(&self.shape);
         let batch = self.process.launches.batch(self.device);
-        let more = price.nanos() - batch.take(price.nanos());
-        // Varies, because otherwise always the same launch of a loop would be measured.
-        let ahead = if more < BATCH_NANOS {
-            BATCH_NANOS / 2 + sys::now() % (BATCH_NANOS / 2)
-        } else {
-            0
-        };
-        let throttled = held + self.take(more + ahead, exempt);
+        let Due { rest, ahead } = batch.pay_part(price.nanos(), sys::now());
+        let throttled = held + self.take(rest + ahead, exempt);
         self.note(ahead, throttled);
         price
+    }
+
+    /// Gives back what was paid for a launch that the driver refused: nothing runs, so the next launches may use it.
+    fn give_back(&self, paid: u64) {
+        let beyond = self.process.launches.batch(self.device).give(paid);
+        if beyond > 0
+            && let Some((share, bucket)) = self.process.bucket(self.device, sys::now())
+        {
+            let beyond = i64::try_from(beyond).unwrap_or(i64::MAX);
+            bucket.correct(share.account(), -beyond);
+        }
     }
 
     /// Takes `nanos` from the share as soon as it has no debt; returns how long that took. A launch never waits longer
@@ -380,7 +320,7 @@ impl Launch {
         let start = sys::now();
         loop {
             let waited = sys::now().saturating_sub(start);
-            if waited >= left() || !measuring.is_measuring(&self.shape) {
+            if waited >= left() || !measuring.is_measuring(self.shape.kernel) {
                 costs.note_hold(&self.shape, waited);
                 return waited;
             }
@@ -411,42 +351,19 @@ impl Launch {
     }
 }
 
-/// `cuStreamBeginCapture` in all its forms. The capture is counted before it begins.
-pub fn begin_capture(driver: Call<'_>) -> CUresult {
-    let captures = process::joined().map(|process| &process.launches.captures);
-    if let Some(captures) = captures {
-        captures.fetch_add(1, Ordering::Relaxed);
-    }
-    let result = driver.make();
-    if let Some(captures) = captures
-        && !result.is_ok()
-    {
-        one_less(captures);
-    }
-    result
-}
-
-/// `cuStreamEndCapture`. The capture is counted as ended after the call, even if it had become invalid.
-pub fn end_capture(driver: Call<'_>) -> CUresult {
-    let result = driver.make();
-    if (result.is_ok() || result == CUresult::STREAM_CAPTURE_INVALIDATED)
-        && let Some(process) = process::joined()
-    {
-        one_less(&process.launches.captures);
-    }
-    result
-}
-
-fn one_less(captures: &AtomicU64) {
-    let _ = captures.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |count| {
-        count.checked_sub(1)
-    });
-}
-
 /// Forgets an executable graph at its end, because another graph may get its handle.
 pub fn end_graph(graph: usize, driver: Call<'_>) -> CUresult {
     forget_graph(graph);
     driver.make()
+}
+
+/// `cuGraphExecUpdate`: an executable graph becomes like `graph`.
+pub fn update_graph(executable: usize, graph: usize, driver: Call<'_>) -> CUresult {
+    let result = change_graph(executable, driver);
+    if let Some(process) = process::joined() {
+        collective::update(process, executable, graph);
+    }
+    result
 }
 
 /// Forgets the price of an executable graph that was changed, because it may take another time.
@@ -461,83 +378,5 @@ fn forget_graph(graph: usize) {
         let (launches, shape) = (&process.launches, Kernel::graph(graph).shape());
         launches.measuring.discard(shape.key);
         launches.costs.forget(&shape);
-    }
-}
-
-/// A look-up of a kernel by `name`, whose handle the driver writes to `handle`. NCCL's kernels on several GPUs wait for
-/// each other: if one is delayed, the others occupy their GPUs meanwhile.
-pub fn find_kernel(handle: *mut CUfunction, name: *const c_char, driver: Call<'_>) -> CUresult {
-    let result = driver.make();
-    if result.is_ok() && !handle.is_null() && !name.is_null() {
-        // SAFETY: the driver found a kernel by this C string.
-        if is_collective(unsafe { CStr::from_ptr(name) }.to_bytes()) {
-            // SAFETY: not null, and the driver has just written to it.
-            exempt(unsafe { handle.read() });
-        }
-    }
-    result
-}
-
-/// The same in a library, whose kernels belong to no particular context.
-pub fn find_library_kernel(
-    handle: *mut CUfunction,
-    name: *const c_char,
-    driver: Call<'_>,
-) -> CUresult {
-    let result = find_kernel(handle, name, driver);
-    if result.is_ok() && !handle.is_null() {
-        // SAFETY: not null, and the driver has just written to it.
-        note_kernels(unsafe { core::slice::from_raw_parts(handle, 1) });
-    }
-    result
-}
-
-/// `cuLibraryEnumerateKernels`.
-pub fn list_kernels(handles: *mut CUfunction, count: u32, driver: Call<'_>) -> CUresult {
-    let result = driver.make();
-    if result.is_ok() && !handles.is_null() {
-        // SAFETY: not null, with room for so many. If the library has fewer, the rest is the program's data; noting that is
-        // harmless.
-        note_kernels(unsafe { core::slice::from_raw_parts(handles, count as usize) });
-    }
-    result
-}
-
-fn note_kernels(handles: &[CUfunction]) {
-    let Some(process) = process::joined() else {
-        return;
-    };
-    for &handle in handles.iter().filter(|handle| **handle != 0) {
-        let entry = Entry {
-            bytes: 0,
-            device: u8::MAX,
-            context: 0,
-        };
-        // The table is full: the kernel is treated like an ordinary one.
-        let _ = process
-            .pointers
-            .put(keys::key(keys::Kind::Kernel, handle as u64), entry);
-    }
-}
-
-/// `cuKernelGetFunction`: another handle of the same kernel.
-pub fn find_function(function: *mut CUfunction, kernel: CUfunction, driver: Call<'_>) -> CUresult {
-    let result = driver.make();
-    let is_exempt = process::joined().is_some_and(|process| {
-        process
-            .launches
-            .costs
-            .is_exempt(Kernel::of(kernel).family())
-    });
-    if result.is_ok() && !function.is_null() && is_exempt {
-        // SAFETY: not null, and the driver has just written to it.
-        exempt(unsafe { function.read() });
-    }
-    result
-}
-
-fn exempt(handle: CUfunction) {
-    if let Some(process) = process::joined() {
-        process.launches.costs.exempt(Kernel::of(handle).family());
     }
 }

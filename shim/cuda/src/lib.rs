@@ -19,15 +19,17 @@
 //!
 //! 1. the real driver: `abi` (its types and error codes), `driver` (its functions, and the stubs that forward),
 //!    `stream` (streams, and a thread's current context);
-//! 2. shares and the process: `keys` (the numbers under which handles are noted), `device` (GPUs, and slots in
-//!    accounts), `measure` (how long launches take), `launches`, `fitting` (kernels whose local memory is charged),
-//!    `driver_pools` (pools and other memory that the driver keeps), `contexts`, `mps` (this process as a client of
-//!    MPS), `process` (this process, also after a fork);
+//! 2. shares and the process: `keys` (the numbers under which handles are noted), `kernel` (what is launched), `device`
+//!    (GPUs, and slots in accounts), `measure` (how long launches take), `launches`, `fitting` (kernels whose local memory
+//!    is charged), `driver_pools` (pools and other memory that the driver keeps), `contexts`, `ends` (calls that end what
+//!    is charged), `mps` (this process as a client of MPS), `process` (this process, also after a fork), `collective`
+//!    (kernels and graphs that never wait);
 //! 3. charging: `device_shares` (reserving from a device's shares), `exports` (descriptors that keep memory), `settle`
 //!    (asking the driver what it keeps), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
 //!    what the driver keeps);
 //! 4. one file per family: `ipc`, `managed` (memory that the driver may move to the host), `memory`, `local` (the local
-//!    memory that kernels need), `vmm`, `dma_buf`, `multicast`, `array`, `graph`, `pool`, `module`, `context`, `launch`;
+//!    memory that kernels need), `vmm`, `dma_buf`, `multicast`, `array`, `graph`, `pool`, `module`, `context`, `capture`,
+//!    `lookup` (of kernels), `launch`;
 //! 5. `resolve` (what look-ups hand out), `hooks` (one row per function that does more than pass).
 //!
 //! No lock is held while the driver is called: a tool's callback (CUPTI, compute-sanitizer) may run inside the call and
@@ -52,7 +54,9 @@
 
 mod abi;
 mod array;
+mod capture;
 mod charge;
+mod collective;
 mod context;
 mod contexts;
 mod device;
@@ -60,15 +64,18 @@ mod device_shares;
 mod dma_buf;
 mod driver;
 mod driver_pools;
+mod ends;
 mod exports;
 mod fitting;
 mod graph;
 mod hooks;
 mod ipc;
+mod kernel;
 mod keys;
 mod launch;
 mod launches;
 mod local;
+mod lookup;
 mod managed;
 mod measure;
 mod memory;

@@ -13,8 +13,6 @@
 //! This knowledge is discarded when a module is unloaded (another kernel may get the handle), when a context is made
 //! or ends, and when the stack limit changes.
 
-use core::sync::atomic::Ordering;
-
 use tranche_shim_core::Entry;
 
 use crate::abi::{CUcontext, CUdevice, CUfunction, CUresult};
@@ -46,9 +44,9 @@ pub fn ensure(
 ) -> Result<(), CUresult> {
     let fitting = &process.fitting;
     // Read before the driver is asked, so that an entry that is discarded meanwhile is not restored.
-    let (place, known) = fitting.place(device, handle);
+    let fit = fitting.fit(device, handle);
     if !device.is_capped() {
-        place.store(known, Ordering::Relaxed);
+        fitting.note(fit);
         return Ok(());
     }
     let is_kernel = process
@@ -63,11 +61,9 @@ pub fn ensure(
     if bytes > DEFAULT_STACK {
         charge(process, device, current_context(), bytes)?;
     }
-    // A library's kernel has one handle in all contexts.
-    let one_context =
-        fitting.contexts.load(Ordering::Relaxed) as usize <= process.devices().count();
-    if !is_kernel || one_context {
-        place.store(known, Ordering::Relaxed);
+    // A library's kernel has one handle in all contexts. It fits in each, unless it needs more than all of them have.
+    if !is_kernel || bytes <= DEFAULT_STACK || fitting.has_one_context(device) {
+        fitting.note(fit);
     }
     Ok(())
 }
@@ -235,23 +231,32 @@ fn bytes_for(device: &Device, each: u64) -> u64 {
 
 /// How many threads a device runs at a time; each has local memory.
 fn threads(device: &Device) -> u64 {
-    const MULTIPROCESSORS: i32 = 16;
     const THREADS_PER_MULTIPROCESSOR: i32 = 39;
-    let ask = |attribute| {
-        let mut value = 0;
-        // SAFETY: writes to the local number.
-        let result = unsafe {
-            real!(cuDeviceGetAttribute: fn(*mut i32, i32, CUdevice))(
-                &raw mut value,
-                attribute,
-                device.handle,
-            )
-        };
-        if result.is_ok() {
-            u64::from(value.unsigned_abs())
-        } else {
-            1
-        }
+    ask(device, MULTIPROCESSORS) * ask(device, THREADS_PER_MULTIPROCESSOR)
+}
+
+/// How many blocks a device runs at a time.
+pub fn blocks(device: &Device) -> u64 {
+    const BLOCKS_PER_MULTIPROCESSOR: i32 = 106;
+    ask(device, MULTIPROCESSORS) * ask(device, BLOCKS_PER_MULTIPROCESSOR)
+}
+
+const MULTIPROCESSORS: i32 = 16;
+
+/// An attribute of a device, which every driver has; otherwise 1.
+fn ask(device: &Device, attribute: i32) -> u64 {
+    let mut value = 0;
+    // SAFETY: writes to the local number.
+    let result = unsafe {
+        real!(cuDeviceGetAttribute: fn(*mut i32, i32, CUdevice))(
+            &raw mut value,
+            attribute,
+            device.handle,
+        )
     };
-    ask(MULTIPROCESSORS) * ask(THREADS_PER_MULTIPROCESSOR)
+    if result.is_ok() {
+        u64::from(value.unsigned_abs())
+    } else {
+        1
+    }
 }

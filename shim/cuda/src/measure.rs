@@ -82,11 +82,11 @@ impl Measuring {
         Some(Measurement { place, stream })
     }
 
-    /// Whether a launch of this shape is measured.
-    pub fn is_measuring(&self, shape: &Shape) -> bool {
+    /// Whether a launch of this kernel is measured.
+    pub fn is_measuring(&self, kernel: u64) -> bool {
         self.places.iter().any(|place| {
             place.state.load(Ordering::Relaxed) != FREE
-                && place.key.load(Ordering::Relaxed) == shape.key
+                && place.kernel.load(Ordering::Relaxed) == kernel
         })
     }
 
@@ -251,7 +251,7 @@ impl MeasurementSlot {
             CUresult::NOT_READY => {
                 let (seen, now) = (self.seen.load(Ordering::Relaxed), sys::now());
                 if seen != 0 {
-                    costs.at_least(shape.key, now.saturating_sub(seen));
+                    costs.at_least(&shape, now.saturating_sub(seen));
                 } else if query(start).is_ok() {
                     self.seen.store(now, Ordering::Relaxed);
                 }

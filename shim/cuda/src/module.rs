@@ -13,7 +13,7 @@ use tranche_shim_core::image::{self, ELF_HEADER, Needs, START};
 use tranche_shim_runtime::sys::{self, File};
 
 use crate::abi::CUresult;
-use crate::charge::{EVERY_DEVICE, note, return_charge};
+use crate::charge::{self, EVERY_DEVICE, note, return_charge};
 use crate::device::Device;
 use crate::driver::Call;
 use crate::driver_pools::State;
@@ -133,19 +133,17 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
-    let keys = [Kind::Module, Kind::Code].map(|kind| key(kind, module as u64));
-    let taken = keys.map(|key| process.pointers.take(key));
-    let result = driver.make();
-    // Another kernel may get the handle of one of its kernels.
-    process.fitting.forget();
-    for (key, entry) in keys.into_iter().zip(taken) {
-        match entry {
-            Some(entry) if result.is_ok() => return_charge(process, key, entry),
-            Some(entry) => note(process, key, entry),
-            None => {}
-        }
-    }
-    result
+    charge::end(
+        process,
+        [Kind::Module, Kind::Code].map(|kind| key(kind, module as u64)),
+        || {
+            let result = driver.make();
+            // Another kernel may get the handle of one of its kernels.
+            process.fitting.forget();
+            result
+        },
+        |key, entry| return_charge(process, key, entry),
+    )
 }
 
 /// # Safety

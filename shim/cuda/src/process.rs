@@ -23,6 +23,7 @@ use crate::contexts::Contexts;
 use crate::device::{self, Device, JoinedShare, Residence};
 use crate::driver::{Call, real};
 use crate::driver_pools::DriverPools;
+use crate::ends::Ends;
 use crate::fitting::Fitting;
 use crate::launches::Launches;
 use crate::mps;
@@ -49,6 +50,7 @@ pub struct Process {
     /// Whether the driver can be asked about any of them: pools or graphs.
     pub has_driver_pools: AtomicBool,
     pub contexts: Contexts,
+    pub ends: Ends,
     /// Locked while memory is reserved from several shares, or given back to them.
     pub dividing: Guarded<()>,
 }

@@ -4,8 +4,9 @@
 //! function of which the shim has a twin, the twin takes its place. So version (`_v2`) and stream semantics (`_ptsz`)
 //! are exact by construction, also for later versions.
 //!
-//! One case cannot be mapped: a new variant, with unknown arguments, of a function that the shim handles. It is refused
-//! as not found, and one line on stderr says so.
+//! Two cases cannot be mapped: a function that the shim does not know, and a new variant, with unknown arguments, of a
+//! function that it handles. They are not found, as they are not by `dlsym`, and one line on stderr says so. Programs expect
+//! that of an older driver.
 
 use core::ffi::{CStr, c_char, c_int};
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,7 +15,7 @@ use tranche_shim_core::MessagePart;
 use tranche_shim_runtime::complain::refuse;
 
 use crate::abi::{CUresult, Function};
-use crate::driver::{self, Call, HANDLED_NAMES, PASSING, SYMBOLS, index};
+use crate::driver::{self, Call, PASSING, PASSING_NAMES, SYMBOLS, index};
 
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
 const SYMBOL_NOT_FOUND: c_int = 1;
@@ -42,14 +43,15 @@ pub fn ours(
     }
     // SAFETY: the driver found a function by this C string.
     let name = unsafe { CStr::from_ptr(symbol) };
-    if HANDLED_NAMES.binary_search(&hash(name)).is_err() {
+    if PASSING_NAMES.binary_search(&hash(name)).is_ok() {
         return result;
     }
     let _ = refuse(&[&[
-        MessagePart::Text("this driver has a variant of "),
-        MessagePart::Text(name.to_str().unwrap_or("a function")),
+        MessagePart::Text("this driver has the function "),
+        MessagePart::Text(name.to_str().unwrap_or("")),
         MessagePart::Text(
-            " that this release of Tranche does not know; it is refused, since it would escape the cap: use a newer release",
+            ", or a variant of it, that this release of Tranche does not know; programs do not find it, because the cap \
+             might not hold for it: use a newer release",
         ),
     ]]);
     // SAFETY: as above; the status is the program's to be written to, or null.

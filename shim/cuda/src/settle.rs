@@ -241,9 +241,7 @@ pub fn settle_all(process: &Process) {
 #[cold]
 #[inline(never)]
 pub fn wait_for_frees(process: &Process) -> bool {
-    if !process.has_driver_pools.load(Ordering::Relaxed)
-        || process.launches.captures.load(Ordering::Relaxed) != 0
-    {
+    if !process.has_driver_pools.load(Ordering::Relaxed) || process.launches.captures.any() {
         return false;
     }
     // SAFETY: no arguments.

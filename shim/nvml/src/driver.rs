@@ -43,4 +43,4 @@ pub fn typed<F: Copy>(index: usize) -> F {
     unsafe { core::mem::transmute_copy(&address) }
 }
 
-const _: () = assert!(!symbols::HANDLED_NAMES.is_empty());
+const _: () = assert!(!symbols::PASSING_NAMES.is_empty());

@@ -93,8 +93,13 @@ pub fn sample_until(node: &Node, folders: &[PathBuf], is_over: impl Fn() -> bool
 
 /// The percentage of the GPU's time for a process that launches as much as it may for `millis`.
 pub fn percent_of_gpu(node: &Node, probe: &mut Probe, handle: u64, millis: u64) -> f64 {
+    percent_of_gpu_in(node, probe, &format!("launch plain {handle} {millis} 0"))
+}
+
+/// The percentage of the GPU's time for a process while it executes a command.
+pub fn percent_of_gpu_in(node: &Node, probe: &mut Probe, command: &str) -> f64 {
     let (worked, began) = (node.worked_for(probe.pid(), 0), now());
-    probe.must(&format!("launch plain {handle} {millis} 0"));
+    probe.must(command);
     let (worked, took) = (node.worked_for(probe.pid(), 0) - worked, now() - began);
     #[expect(clippy::cast_precision_loss, reason = "some seconds")]
     let part = worked as f64 / took as f64;

@@ -13,8 +13,10 @@
 )]
 
 use std::ffi::{CStr, CString, c_void};
+use std::fmt::Write as _;
 use std::io::Write as _;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use tranche_shim_core::paths::REAL_CUDA;
 
@@ -214,6 +216,18 @@ fn answer_to(cuda: &Cuda, words: &[&str]) -> String {
         ),
         "launch-growing" => launch_growing(cuda, number(1), number(2), number(3)),
         "launch" => launch(cuda, words[1], number(2), number(3), number(4)),
+        "kernels" => {
+            *KERNELS.lock().unwrap() = kernels(cuda, number(1), number(2), number(3));
+            "0".into()
+        }
+        "launch-all" => launch_all(cuda, number(1), words[2] == "new"),
+        "end-twice" => end_twice(cuda, words[1], number(2)),
+        "abandon-capture" => {
+            let mut stream = 0u64;
+            call!(cuda, "cuStreamCreate", &raw mut stream => *mut u64, 1 => u32);
+            call!(cuda, "cuStreamBeginCapture_v2", stream => u64, 0 => u32);
+            format!("{}", call!(cuda, "cuStreamDestroy_v2", stream => u64))
+        }
         "registers" => {
             // The address of everything that a call may carry: more integers than registers, and a float.
             let sum = call!(cuda, "cuLaunchKernel", 1 => u64, 2 => u32, 3 => u32, 4 => u32, 5 => u32, 6 => u32, 7 => u32, 8 => u32, 9 => u64, 10 => u64, 11 => u64);
@@ -486,6 +500,105 @@ fn kernel(cuda: &Cuda, name: &str) -> u64 {
     let code = call!(cuda, "cuModuleGetFunction", &raw mut function => *mut u64, module => u64, name.as_ptr() => *const libc::c_char);
     assert_eq!(code, 0, "cuModuleGetFunction");
     function
+}
+
+/// The kernels of `launch-all`.
+static KERNELS: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+/// So many kernels of the simulator, which take `least` to `most` nanoseconds: the first the shortest, each a little longer
+/// than the one before, in proportion.
+fn kernels(cuda: &Cuda, count: u64, least: u64, most: u64) -> Vec<u64> {
+    #[expect(
+        clippy::cast_precision_loss,
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "times of kernels"
+    )]
+    let nanos = |nth: u64| {
+        let part = nth as f64 / (count - 1).max(1) as f64;
+        (least as f64 * (most as f64 / least as f64).powf(part)) as u64
+    };
+    let name = |nth: u64| format!("kernel_{nth}_sim_busy_{}ns", nanos(nth));
+    let mut ptx = ".version 7.0\n.target sm_75\n.address_size 64\n".to_owned();
+    for nth in 0..count {
+        writeln!(ptx, ".visible .entry {}()\n{{\n\tret;\n}}", name(nth)).unwrap();
+    }
+    let (ptx, mut module) = (CString::new(ptx).unwrap(), 0u64);
+    let code = call!(cuda, "cuModuleLoadData", &raw mut module => *mut u64, ptx.as_ptr() => *const libc::c_char);
+    assert_eq!(code, 0, "cuModuleLoadData");
+    let find = |nth| {
+        let (name, mut function) = (CString::new(name(nth)).unwrap(), 0u64);
+        let code = call!(cuda, "cuModuleGetFunction", &raw mut function => *mut u64, module => u64, name.as_ptr() => *const libc::c_char);
+        assert_eq!(code, 0, "cuModuleGetFunction");
+        function
+    };
+    (0..count).map(find).collect()
+}
+
+/// Launches all [`KERNELS`] in turn for `millis` milliseconds, each launch with a grid of its own if `new`, and answers
+/// with the launches.
+fn launch_all(cuda: &Cuda, millis: u64, new: bool) -> String {
+    static GRID: AtomicU32 = AtomicU32::new(0);
+    let kernels = KERNELS.lock().unwrap().clone();
+    let start = std::time::Instant::now();
+    let mut launches = 0u64;
+    for kernel in kernels.into_iter().cycle() {
+        if start.elapsed().as_millis() >= u128::from(millis) {
+            break;
+        }
+        let grid = if new {
+            1 + GRID.fetch_add(1, Ordering::Relaxed)
+        } else {
+            1
+        };
+        let code = call!(cuda, "cuLaunchKernel", kernel => u64, grid => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64, 0 => u64, 0 => u64);
+        assert_eq!(code, 0, "cuLaunchKernel");
+        launches += 1;
+    }
+    format!("0 {launches}")
+}
+
+/// `rounds` times makes an array or a module and ends it in two threads at once; answers with how many ends succeeded.
+fn end_twice(cuda: &Cuda, what: &str, rounds: u64) -> String {
+    /// `CUDA_ARRAY_DESCRIPTOR`: 4096 x 256 floats.
+    #[repr(C)]
+    struct Shape(u64, u64, u32, u32);
+    let shape = Shape(4096, 256, 0x20, 1);
+    let image = CString::new(
+        ".version 8.0\n.target sm_75\n.address_size 64\n.global .align 4 .b8 big[4194304];\n.entry f() { ret; }\n",
+    )
+    .unwrap();
+    let context = {
+        let mut context = 0u64;
+        call!(cuda, "cuCtxGetCurrent", &raw mut context => *mut u64);
+        context
+    };
+    let ended = AtomicU64::new(0);
+    for _ in 0..rounds {
+        let mut object = 0u64;
+        let code = if what == "array" {
+            call!(cuda, "cuArrayCreate_v2", &raw mut object => *mut u64, &raw const shape => *const Shape)
+        } else {
+            call!(cuda, "cuModuleLoadData", &raw mut object => *mut u64, image.as_ptr() => *const libc::c_char)
+        };
+        assert_eq!(code, 0, "{what}");
+        let both = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    call!(cuda, "cuCtxSetCurrent", context => u64);
+                    both.wait();
+                    let code = if what == "array" {
+                        call!(cuda, "cuArrayDestroy", object => u64)
+                    } else {
+                        call!(cuda, "cuModuleUnload", object => u64)
+                    };
+                    ended.fetch_add(u64::from(code == 0), Ordering::Relaxed);
+                });
+            }
+        });
+    }
+    format!("0 {}", ended.into_inner())
 }
 
 /// How a kernel is launched by `cuLaunchKernelEx`.

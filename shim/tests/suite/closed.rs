@@ -5,11 +5,12 @@ use std::fs;
 use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, cap};
 use tranche_shim_tests::{DRIVER, Driver, Probe, SHARES, World, compile, probe_path};
 
-use crate::cap::{CAP, GPU_0};
+use crate::cap::{CAP, GPU_0, ready};
 
 const NOT_PERMITTED: i64 = 800;
 const NOT_INITIALISED: i64 = 3;
 const NO_DRIVER: i64 = 303;
+const OUT_OF_MEMORY: i64 = 2;
 
 /// Checks that `cuInit` fails, that its one line has these words, and that nothing can be allocated.
 fn refuses(world: &World, words: &[&str]) {
@@ -229,6 +230,52 @@ fn an_unknown_variant_is_not_handed_out() {
         (500, "1 - -")
     );
     says(&mut probe, &["cuMemAlloc", "newer release"]);
+}
+
+/// So is a newer driver's function that the shim does not know.
+#[test]
+fn an_unknown_function_is_not_handed_out() {
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let mut probe = world.probe("name");
+    let passes = probe.ask("address cuDriverGetVersion 12000 0");
+    assert_eq!(passes.code, 0, "{passes:?}");
+    let unknown = probe.ask("address cuFutureAlloc 12000 0");
+    assert_eq!(
+        (unknown.code, unknown.values.join(" ").as_str()),
+        (500, "1 - -")
+    );
+    says(&mut probe, &["cuFutureAlloc", "newer release"]);
+}
+
+/// A context's limit that the shim does not know might take memory, and so may moving a process to another GPU.
+#[test]
+fn unknown_limits_and_moves_to_another_gpu_are_refused() {
+    const UNSUPPORTED_LIMIT: i64 = 215;
+    const NOT_SUPPORTED: i64 = 801;
+    const PER_BLOCK: u32 = 10;
+    // The odd driver's multiprocessor runs 20 blocks.
+    const BLOCKS: u64 = 20;
+    let world = World::new(Driver::Odd);
+    let share = world.share("gpu-0", GPU_0, Some(CAP));
+    let mut probe = ready(&world, 1);
+    let before = share.used();
+    assert_eq!(probe.call("cuCtxSetLimit 6 1000000"), 0);
+    assert_eq!(probe.call("cuCtxSetLimit 11 1"), UNSUPPORTED_LIMIT);
+    let per_block = |bytes: u64| format!("cuCtxSetLimit {PER_BLOCK} {bytes}");
+    assert_eq!(probe.call(&per_block(2 * CAP / BLOCKS)), OUT_OF_MEMORY);
+    assert_eq!(share.used(), before);
+    assert_eq!(probe.call(&per_block(1 << 20)), 0);
+    assert!(share.used() >= before + (BLOCKS << 20));
+    assert_eq!(probe.call(&per_block(0)), 0);
+    assert_eq!(share.used(), before);
+
+    let restore = "cuCheckpointProcessRestore 1 &100";
+    assert_eq!(probe.call("cuCheckpointProcessRestore 1 0"), 0);
+    probe.must("set 100 0 0 0 0 0 0 0 0");
+    assert_eq!(probe.call(restore), 0);
+    probe.must("set 101 1");
+    assert_eq!(probe.call(restore), NOT_SUPPORTED);
 }
 
 /// A function that the driver lacks returns "not found", although the shim exports every symbol of

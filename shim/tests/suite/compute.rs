@@ -6,7 +6,9 @@ use std::sync::Arc;
 use tranche_node::sampler::now;
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_core::compute::costs::HOLDS_NANOS;
-use tranche_shim_tests::gpu_time::{contended, percent_of_gpu, program, sample_until};
+use tranche_shim_tests::gpu_time::{
+    contended, percent_of_gpu, percent_of_gpu_in, program, sample_until,
+};
 use tranche_shim_tests::{Driver, Machine, Node, Probe, Share, World};
 
 use crate::cap::{CAP, GPU_0, ready};
@@ -98,21 +100,30 @@ fn all_of_a_gpu_is_never_held_back() {
 }
 
 #[test]
-fn a_collective_kernel_pays_and_never_waits() {
-    let (world, share) = container(10);
-    let name = "_Z13ncclDevKernel_sim_busy_200us";
-    let (mut probe, kernel) = program(&world, name);
-    let answer = probe.must(&format!("launch plain {kernel} 500 0"));
-    assert_eq!(share.read(|account| account.throttled_nanos()), 0);
-    let spent = share.read(|account| account.spent_nanos());
-    assert!(
-        spent + 5_000_000 >= answer.number(0) * 200_000,
-        "{spent} for {answer:?}"
-    );
-    // Other kernels wait for the debt.
-    let other = probe.must("kernel sim_busy_100us").number(0);
-    probe.must(&format!("launch plain {other} 1 0"));
-    assert!(share.read(|account| account.throttled_nanos()) > 0);
+fn collective_kernels_and_graphs_with_them_pay_and_never_wait() {
+    for (how, name, nanos) in [
+        ("plain", "_Z13ncclDevKernel_sim_busy_200us", 200_000),
+        ("graph", "_Z13ncclDevKernel_sim_busy_200us", 2_000_000),
+        (
+            "plain",
+            "_ZN4vllm26cross_device_reduce_1stageI_sim_busy_200us",
+            200_000,
+        ),
+    ] {
+        let (world, share) = container(10);
+        let (mut probe, kernel) = program(&world, name);
+        let answer = probe.must(&format!("launch {how} {kernel} 500 0"));
+        let throttled = share.read(|account| account.throttled_nanos());
+        assert_eq!(throttled, 0, "{how} {name}");
+        let spent = share.read(|account| account.spent_nanos());
+        // The first graphs pay a provisional price until one was measured.
+        let least = answer.number(0).saturating_sub(20) * nanos;
+        assert!(spent >= least, "{spent} for {answer:?}, {how} {name}");
+        // Other kernels wait for the debt.
+        let other = probe.must("kernel sim_busy_100us").number(0);
+        probe.must(&format!("launch plain {other} 1 0"));
+        assert!(share.read(|account| account.throttled_nanos()) > 0);
+    }
 }
 
 /// Sequences of any length: a shape that was never launched is priced by the kernel's other grids, and no launch waits for
@@ -185,6 +196,109 @@ fn a_graph_whose_kernel_was_changed_pays_for_the_new_one() {
         let dear = launches(&mut probe);
         assert!(dear > LAUNCHES * 900_000, "{change}: {dear}");
     }
+}
+
+/// A program with many kernels.
+struct Program {
+    name: &'static str,
+    kernels: u32,
+    /// The time of its shortest and of its longest kernel, in microseconds.
+    micros: (u32, u32),
+    /// Each launch has a grid that was not launched before.
+    new_grids: bool,
+    /// Captures before, which ended with their streams.
+    captures: u32,
+}
+
+const PROGRAMS: [Program; 6] = [
+    Program {
+        name: "ten kernels of 200 µs",
+        kernels: 10,
+        micros: (200, 200),
+        new_grids: false,
+        captures: 0,
+    },
+    Program {
+        name: "a kernel of 200 µs, new grids",
+        kernels: 1,
+        micros: (200, 200),
+        new_grids: true,
+        captures: 0,
+    },
+    Program {
+        name: "a kernel of 20 µs, new grids",
+        kernels: 1,
+        micros: (20, 20),
+        new_grids: true,
+        captures: 0,
+    },
+    Program {
+        name: "a thousand kernels of 20 µs",
+        kernels: 1000,
+        micros: (20, 20),
+        new_grids: false,
+        captures: 0,
+    },
+    Program {
+        name: "ten kernels of 200 µs, after captures",
+        kernels: 10,
+        micros: (200, 200),
+        new_grids: false,
+        captures: 3,
+    },
+    Program {
+        name: "300 kernels of 5 to 500 µs",
+        kernels: 300,
+        micros: (5, 500),
+        new_grids: false,
+        captures: 0,
+    },
+];
+
+/// Programs with many, short and ever new kernels get their share from the start.
+#[test]
+fn programs_of_any_kernels_get_the_share_at_once() {
+    for machine in Machine::ALL {
+        for program in &PROGRAMS {
+            let (first, second) = halves(machine, 25, program);
+            let what = format!("{}, {machine:?}", program.name);
+            assert_near(&format!("{what}, first half"), first, 25.0);
+            assert_near(&format!("{what}, second half"), second, 25.0);
+        }
+    }
+}
+
+/// The percentages of the GPU's time that a program gets in its first and in its next [`MILLIS`].
+fn halves(machine: Machine, cores: u8, program: &Program) -> (f64, f64) {
+    let root = std::env::temp_dir().join(format!(
+        "tranche-shim-{}-halves-{}",
+        std::process::id(),
+        now()
+    ));
+    let node = Arc::new(Node::start(root, machine, 1));
+    let gpu = node.gpus()[0].uuid.clone();
+    let world = World::on(&node);
+    let share = world.share_of_time("gpu-0", &gpu, Some(CAP), Some(cores), ComputePolicy::Strict);
+    let folders = [share.pages_from_outside()];
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| {
+            let mut probe = world.probe("name");
+            probe.must("init");
+            probe.must("primary 0");
+            for _ in 0..program.captures {
+                probe.must("abandon-capture");
+            }
+            let (least, most) = program.micros;
+            let (count, least, most) = (program.kernels, least * 1000, most * 1000);
+            probe.must(&format!("kernels {count} {least} {most}"));
+            let grids = if program.new_grids { "new" } else { "same" };
+            let launches = format!("launch-all {MILLIS} {grids}");
+            let mut half = || percent_of_gpu_in(&node, &mut probe, &launches);
+            (half(), half())
+        });
+        sample_until(&node, &folders, || running.is_finished());
+        running.join().unwrap()
+    })
 }
 
 /// An open capture in another stream does not change what launches pay, even if it never ends.

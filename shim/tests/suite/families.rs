@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
 
-use crate::cap::{BLOCK, CAP};
+use crate::cap::{BLOCK, CAP, GPU_0, ready};
 
 const OUT_OF_MEMORY: i64 = 2;
 const DONE: i64 = 0;
@@ -615,6 +615,29 @@ fn limits_of_a_context() {
         (case.world.node().gpus()[0].used, case.share.used()),
         (0, 0)
     );
+}
+
+/// The driver lets one of two threads end an object that both end at once, and the share loses nothing.
+#[test]
+fn an_object_that_two_threads_end_at_once_is_given_back() {
+    const ROUNDS: u64 = 200;
+    for what in ["array", "module"] {
+        let mut case = Case::new();
+        let before = case.share.used();
+        let ended = case.probe.must(&format!("end-twice {what} {ROUNDS}"));
+        assert_eq!(ended.number(0), ROUNDS, "{what}");
+        assert_eq!(case.share.used(), before, "{what}");
+
+        // The call that has the charge always fails.
+        let world = World::new(Driver::Odd);
+        let share = world.share("gpu-0", GPU_0, Some(CAP));
+        let mut probe = ready(&world, 1);
+        probe.ask("steer ends_twice 1");
+        let before = share.used();
+        let ended = probe.must(&format!("end-twice {what} {ROUNDS}"));
+        assert_eq!(ended.number(0), ROUNDS, "{what}");
+        assert_eq!(share.used(), before, "{what}");
+    }
 }
 
 /// Writes a text, with a zero, to the words from 100 on.

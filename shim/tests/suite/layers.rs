@@ -36,7 +36,8 @@ fn used(source: &str) -> BTreeSet<String> {
                 .next()
                 .unwrap(),
         };
-        found.extend(names.split(',').map(|name| name.trim().to_owned()));
+        let names = names.split(',').map(str::trim);
+        found.extend(names.filter(|name| !name.is_empty()).map(str::to_owned));
     }
     found
 }

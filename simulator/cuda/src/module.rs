@@ -160,7 +160,9 @@ pub fn load_if_eager(
     context: &'static Object<Context>,
 ) -> Result<Handle, Code> {
     if has(Habit::LazyLoading) && is_eager() {
-        module.load(context).inspect_err(|_| module.unload())?;
+        module.load(context).inspect_err(|_| {
+            module.unload();
+        })?;
     }
     Ok(module.handle())
 }
@@ -285,8 +287,11 @@ impl Object<Module> {
         self.variable(&mut self.loaded(), context, text)
     }
 
-    /// Unloads the module from all contexts and ends it.
-    pub fn unload(&'static self) {
+    /// Unloads the module from all contexts and ends it; false if another call has done so.
+    pub fn unload(&'static self) -> bool {
+        if !self.end_handle() {
+            return false;
+        }
         let functions = std::mem::take(
             &mut *self
                 .functions
@@ -304,7 +309,9 @@ impl Object<Module> {
                 loaded.context.unload_code(loaded.code);
             }
         }
-        self.destroy();
+        // SAFETY: only the call that ended the handle gets here.
+        unsafe { self.quarantine() };
+        true
     }
 
     /// The names of its kernels; none for an image that was not opened.

@@ -18,6 +18,15 @@ pub const BATCH_NANOS: u64 = 1_000_000;
 /// The number of launches after which a process checks its share again, in any case.
 pub const BATCH_LAUNCHES: u64 = 256;
 
+/// What a share has to pay for a launch, in nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Due {
+    /// The part of the price that the batch did not have.
+    pub rest: u64,
+    /// What the batch takes in advance, for the next launches.
+    pub ahead: u64,
+}
+
 const LAUNCH: u64 = 1 << 40;
 const NANOS: u64 = LAUNCH - 1;
 
@@ -75,10 +84,27 @@ impl Batch {
         }
     }
 
-    /// Returns `nanos` that were paid.
-    pub fn give(&self, nanos: u64) {
-        let nanos = nanos.min(NANOS - (self.0.load(Ordering::Relaxed) & NANOS));
-        self.0.fetch_add(nanos, Ordering::Relaxed);
+    /// Pays what it can of a launch that costs `price`; returns what the share has to pay. `any` is any number.
+    ///
+    /// It is refilled only when it is empty: so it holds at most [`BATCH_NANOS`] for each of the threads that use it,
+    /// however often their launches have to read the share's grant.
+    pub fn pay_part(&self, price: u64, any: u64) -> Due {
+        let rest = price - self.take(price);
+        let ahead = match rest {
+            // Varies, because otherwise always the same launch of a loop would be measured.
+            1..BATCH_NANOS => BATCH_NANOS / 2 + any % (BATCH_NANOS / 2),
+            _ => 0,
+        };
+        Due { rest, ahead }
+    }
+
+    /// Returns `nanos` that were paid; returns how much of it is more than it may hold.
+    #[must_use]
+    pub fn give(&self, nanos: u64) -> u64 {
+        let room = BATCH_NANOS.saturating_sub(self.0.load(Ordering::Relaxed) & NANOS);
+        let given = nanos.min(room);
+        self.0.fetch_add(given, Ordering::Relaxed);
+        nanos - given
     }
 
     /// Takes at most `nanos`; returns how much there was.
@@ -115,7 +141,9 @@ impl Batch {
 
 #[cfg(test)]
 mod tests {
-    use super::{BATCH_LAUNCHES, Batch, NANOS};
+    use proptest::prelude::*;
+
+    use super::{BATCH_LAUNCHES, BATCH_NANOS, Batch, NANOS};
 
     #[test]
     fn it_pays_until_it_is_empty() {
@@ -137,6 +165,36 @@ mod tests {
         );
         assert_eq!(batch.fill(0), BATCH_LAUNCHES);
         assert!(batch.count());
+    }
+
+    proptest! {
+        /// Whatever launches cost, fail and find the fast way: what the share paid is what the launches cost, and at most
+        /// one batch more.
+        #[test]
+        fn a_thread_is_never_ahead_by_more_than_a_batch(
+            launches in proptest::collection::vec((1_000..2_000_000_000_u64, 0..4_u8, any::<u64>()), 1..300),
+        ) {
+            let batch = Batch::fresh();
+            let (mut paid, mut cost) = (0, 0);
+            for (price, kind, any) in launches {
+                // Kernels of 1 to 100 µs, with one of up to 2 s now and then.
+                let price = if any % 16 == 0 { price } else { 1_000 + price % 100_000 };
+                if kind == 3 && batch.pay(price) {
+                    cost += price;
+                    continue;
+                }
+                let due = batch.pay_part(price, any);
+                batch.fill(due.ahead);
+                paid += due.rest + due.ahead;
+                cost += price;
+                if kind == 2 {
+                    // The driver refused it.
+                    paid -= batch.give(price);
+                    cost -= price;
+                }
+                prop_assert!((cost..=cost + BATCH_NANOS).contains(&paid), "{paid} for {cost}");
+            }
+        }
     }
 
     #[test]

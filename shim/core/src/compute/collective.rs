@@ -1,24 +1,46 @@
-//! Recognizes NCCL's collective kernels. Each of them waits on its GPU for the same kernel on all other
-//! GPUs of its communicator. A delayed one would block all others while they occupy their GPUs, so these
-//! kernels pay and never wait.
+//! Recognizes collective kernels by their names. Each of them waits on its GPU for the same kernel on all other GPUs of
+//! its communicator. A delayed one would block all others while they occupy their GPUs, so these kernels pay and never
+//! wait.
 
 /// The prefixes of the names of NCCL's collective kernels: up to 2.19, from then on (`src/device/common.h`),
 /// and those on symmetric memory of 2.27 and from 2.28 on (`src/device/symmetric/generate.py`).
-const COLLECTIVE: [&[u8]; 4] = [
+const NCCL: [&[u8]; 4] = [
     b"ncclKernel",
     b"ncclDevKernel",
     b"ncclSymDevKernel",
     b"ncclSymkDevKernel",
 ];
 
-/// Whether a kernel's name, as it is or as C++ mangles it, is one of NCCL's collective kernels.
+/// What the names of other projects' collective kernels contain, in lower case. They are templates in namespaces, and so
+/// are mangled. A single GPU's reduction has other names.
+const OTHERS: [&[u8]; 7] = [
+    // vLLM and SGLang, `custom_all_reduce.cuh`.
+    b"cross_device_reduce_",
+    // PyTorch's symmetric memory, `CUDASymmetricMemoryOps.cu`: one shot, two shots, and with multicast.
+    b"shot_all_reduce_kernel",
+    b"multimem_",
+    // TensorRT-LLM, `customAllReduceKernels.cu`, and FlashInfer, which has its kernels, too.
+    b"shotallreduce",
+    b"allreduce_fusion_kernel",
+    b"nvshmem",
+    // DeepEP's dispatch and combine.
+    b"deep_ep",
+];
+
+/// Whether a kernel's name, as it is or as C++ mangles it, is one of a collective kernel.
 #[must_use]
 pub fn is_collective(name: &[u8]) -> bool {
     let plain = name.strip_prefix(b"_Z").map_or(name, |rest| {
         let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
         rest.get(digits..).unwrap_or(rest)
     });
-    COLLECTIVE.iter().any(|prefix| plain.starts_with(prefix))
+    NCCL.iter().any(|prefix| plain.starts_with(prefix))
+        || OTHERS.iter().any(|part| contains(name, part))
+}
+
+fn contains(name: &[u8], part: &[u8]) -> bool {
+    name.windows(part.len())
+        .any(|window| window.eq_ignore_ascii_case(part))
 }
 
 #[cfg(test)]
@@ -53,6 +75,24 @@ mod tests {
     }
 
     #[test]
+    fn other_projects_collective_kernels_are_known() {
+        for name in [
+            "_ZN4vllm26cross_device_reduce_1stageI6__halfLi8EEEvPNS_8RankDataENS_11RankSignalsEPNS_6SignalEPT_ii",
+            "_ZN6sglang26cross_device_reduce_2stageI13__nv_bfloat16Li4EEEvPNS_8RankDataE",
+            "_ZN55_GLOBAL__N__c9b1e6d6_26_CUDASymmetricMemoryOps_cu_a2d8a23334two_shot_all_reduce_kernel_inplaceIN3c108BFloat16ELi16ELi2EEEvPPT_mmPPjmm",
+            "_ZN12_GLOBAL__N_126one_shot_all_reduce_kernelIfLi16ELi8EEEvPPT_",
+            "_ZN12_GLOBAL__N_126multimem_all_reduce_kernelIN3c108BFloat16ELi16EEEvPT_mPPjmm",
+            "_ZN12tensorrt_llm7kernels22twoShotAllReduceKernelI6__halfLi8EEEvNS0_15AllReduceParamsE",
+            "_ZN10flashinfer22trtllm_mnnvl_allreduce22twoshotAllreduceKernelILh4E13__nv_bfloat16Lb1EEEv",
+            "_ZN10flashinfer23trtllm_allreduce_fusion39allreduce_fusion_kernel_oneshot_lamportILNS0_22AllReduceFusionPatternE1E",
+            "_Z30nvshmemi_barrier_all_on_streamv",
+            "_ZN7deep_ep9intranode7combineI13__nv_bfloat16Li8ELi768EEEvPT_",
+        ] {
+            assert!(is_collective(name.as_bytes()), "{name}");
+        }
+    }
+
+    #[test]
     fn other_kernels_are_not_collective() {
         for name in [
             "",
@@ -61,6 +101,8 @@ mod tests {
             "nccl",
             "_Z13my_ncclKernelPf",
             "ampere_sgemm_128x64_nn",
+            "triton_poi_fused_add_all_reduce_4",
+            "_ZN2at6native13reduce_kernelILi512ELi1ENS0_8ReduceOpIfNS0_14func_wrapper_tIf",
             // A single GPU's reduction, which does not wait for other GPUs.
             "_ZN43_GLOBAL__N__13oneRankReduceI7FuncSumIfEEEvPvS2_mmb",
         ] {

@@ -14,7 +14,7 @@ use super::kernels::{KERNELS, Kernels};
 use crate::sync::{AtomicU64, Ordering};
 
 /// The number of known shapes; when it is full, a new one replaces another.
-pub const SHAPES: usize = 2048;
+pub const SHAPES: usize = 8192;
 
 /// The price of an unknown kernel, in nanoseconds.
 pub const UNKNOWN_NANOS: u64 = 50_000;
@@ -29,7 +29,7 @@ pub const HOLD_NANOS: u64 = 5_000_000;
 /// The longest that all launches of a kernel wait for it, in nanoseconds.
 pub const HOLDS_NANOS: u64 = 50_000_000;
 
-/// The launches of a shape that may be in progress while its kernel has no measurement.
+/// The launches of a kernel that may be in progress while it has no measurement.
 const UNMEASURED: u64 = 2;
 
 /// The measurements that a trusted price needs.
@@ -77,8 +77,8 @@ struct ShapeCost {
     /// Launches that paid a provisional price, and the sum that they paid.
     provisional: AtomicU64,
     provisional_nanos: AtomicU64,
-    /// The provisional price.
-    guess: AtomicU64,
+    /// How long one of these has run so far, in nanoseconds.
+    running: AtomicU64,
 }
 
 /// The price of a launch.
@@ -107,6 +107,8 @@ impl Price {
 #[inline]
 #[must_use]
 pub const fn key(object: u64, numbers: [u64; 3]) -> u64 {
+    // Handles that are near each other differ in the same few bits as grids do.
+    let object = object.wrapping_mul(0xd6e8_feb8_6659_fd93);
     // Not a loop, so that the numbers stay in registers.
     let [one, two, three] = numbers;
     stir(stir(stir(object, one), two), three) | 1 << 63
@@ -132,7 +134,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
                 before: zero(),
                 provisional: zero(),
                 provisional_nanos: zero(),
-                guess: zero(),
+                running: zero(),
             }),
             kernels: Kernels::empty(),
         }
@@ -155,15 +157,17 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         if price != 0 {
             return Price::Measured(price);
         }
-        let nanos = known.guess.load(Ordering::Relaxed).min(PRICE);
+        self.kernels.count(shape.kernel);
+        let running = known.running.load(Ordering::Relaxed);
+        let nanos = self.predict(shape).max(running).min(PRICE);
         known.provisional_nanos.fetch_add(nanos, Ordering::Relaxed);
         known.provisional.fetch_add(1, Ordering::Relaxed);
         Price::Provisional(nanos)
     }
 
-    /// Marks a kernel that must never wait.
-    pub fn exempt(&self, kernel: u64) {
-        self.kernels.exempt(kernel);
+    /// Marks a kernel that must never wait, or takes the mark away.
+    pub fn set_exempt(&self, kernel: u64, is_exempt: bool) {
+        self.kernels.set_exempt(kernel, is_exempt);
     }
 
     /// Whether a kernel never waits.
@@ -173,15 +177,11 @@ impl<const N: usize, const M: usize> Costs<N, M> {
     }
 
     /// The longest that a launch waits for a measurement of its kernel, in nanoseconds: [`HOLD_NANOS`] if
-    /// [`UNMEASURED`] launches of its shape are in progress and its kernel was not measured with any grid, until
-    /// the kernel's launches have waited for [`HOLDS_NANOS`] in all; otherwise 0.
+    /// [`UNMEASURED`] launches of the kernel, with any grids, are in progress and none was measured, until its launches
+    /// have waited for [`HOLDS_NANOS`] in all; otherwise 0.
     #[must_use]
     pub fn hold(&self, shape: &Shape) -> u64 {
-        let is_unknown = self.find(shape.key).is_some_and(|known| {
-            known.price.load(Ordering::Relaxed) == 0
-                && known.provisional.load(Ordering::Relaxed) >= UNMEASURED
-        });
-        if !is_unknown || self.kernels.predict(shape.kernel, shape.work).is_some() {
+        if self.kernels.unmeasured(shape.kernel) < UNMEASURED {
             return 0;
         }
         HOLDS_NANOS
@@ -194,12 +194,13 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         self.kernels.note_wait(shape.kernel, nanos);
     }
 
-    /// Raises the provisional price of a shape, because one of its launches has already run for so
-    /// long.
-    pub fn at_least(&self, key: u64, nanos: u64) {
-        if let Some(known) = self.find(key) {
-            known.guess.fetch_max(nanos, Ordering::Relaxed);
+    /// Raises the provisional price of a shape, and of a kernel without a measurement, because a launch has run for `nanos`
+    /// so far.
+    pub fn at_least(&self, shape: &Shape, nanos: u64) {
+        if let Some(known) = self.find(shape.key) {
+            known.running.fetch_max(nanos, Ordering::Relaxed);
         }
+        self.kernels.note_running(shape.kernel, nanos);
     }
 
     /// Records a measurement. Returns how much more (or less) the launches of the shape with a
@@ -221,14 +222,14 @@ impl<const N: usize, const M: usize> Costs<N, M> {
     /// long as before. Its next measurement corrects the launches until then.
     pub fn forget(&self, shape: &Shape) {
         if let Some(known) = self.find(shape.key) {
-            known.begin_anew(self.guess(shape));
+            known.begin_anew();
         }
     }
 
-    fn guess(&self, shape: &Shape) -> u64 {
+    fn predict(&self, shape: &Shape) -> u64 {
         self.kernels
             .predict(shape.kernel, shape.work)
-            .unwrap_or(UNKNOWN_NANOS)
+            .unwrap_or_else(|| UNKNOWN_NANOS.max(self.kernels.running(shape.kernel)))
     }
 
     #[inline]
@@ -249,7 +250,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         // Full: replaces one of its places, chosen by other bits of the key.
         let known =
             free.unwrap_or_else(|| &self.shapes[place::<N>(key, (key >> 60) as usize % PROBES)]);
-        known.become_new(key, self.guess(shape));
+        known.become_new(key);
         known
     }
 }
@@ -261,18 +262,23 @@ const fn place<const N: usize>(key: u64, probe: usize) -> usize {
 }
 
 impl ShapeCost {
-    fn become_new(&self, key: u64, guess: u64) {
+    fn become_new(&self, key: u64) {
         self.provisional.store(0, Ordering::Relaxed);
         self.provisional_nanos.store(0, Ordering::Relaxed);
-        self.begin_anew(guess);
+        self.begin_anew();
         self.key.store(key, Ordering::Relaxed);
     }
 
-    fn begin_anew(&self, guess: u64) {
-        for word in [&self.price, &self.measured, &self.least, &self.before] {
+    fn begin_anew(&self) {
+        for word in [
+            &self.price,
+            &self.measured,
+            &self.least,
+            &self.before,
+            &self.running,
+        ] {
             word.store(0, Ordering::Relaxed);
         }
-        self.guess.store(guess, Ordering::Relaxed);
     }
 
     fn learn(&self, nanos: u64) {
@@ -301,6 +307,8 @@ impl ShapeCost {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use super::{Costs, HOLD_NANOS, HOLDS_NANOS, Price, Shape, UNKNOWN_NANOS, key};
 
     fn costs<const N: usize>() -> Costs<N, 16> {
@@ -318,6 +326,17 @@ mod tests {
     }
 
     const SHAPE: Shape = shape(100);
+
+    /// Handles are addresses, often near each other.
+    #[test]
+    fn kernels_with_other_grids_have_other_keys() {
+        let mut keys = HashSet::new();
+        for handle in (0..64).map(|nth| 0x7f12_3456_0000 + nth * 64) {
+            for [x, y] in [[1, 1], [1, 65], [2, 129], [64, 64], [65, 1], [128, 4032]] {
+                assert!(keys.insert(key(handle, [x << 32 | y, 1 << 32 | 32, 1 << 32 | 1])));
+            }
+        }
+    }
 
     #[test]
     fn the_first_measurement_settles_what_was_paid_before() {
@@ -350,6 +369,11 @@ mod tests {
         costs.price(&other);
         costs.price(&other);
         assert_eq!(costs.hold(&other), 200, "of the kernel, not of the shape");
+        assert_eq!(
+            costs.hold(&shape(8)),
+            200,
+            "a shape that was never launched, too"
+        );
         costs.note_hold(&other, 300);
         assert_eq!(costs.hold(&SHAPE), 0);
         // Another kernel, measured with one grid, never waits with any grid.
@@ -390,8 +414,9 @@ mod tests {
     fn what_runs_long_raises_the_guess() {
         let costs = costs::<64>();
         costs.price(&SHAPE);
-        costs.at_least(SHAPE.key, 5_000_000);
+        costs.at_least(&SHAPE, 5_000_000);
         assert_eq!(costs.price(&SHAPE).nanos(), 5_000_000);
+        assert_eq!(costs.price(&shape(3)).nanos(), 5_000_000, "with any grid");
         assert_eq!(costs.note(&SHAPE, 6_000_000), 12_000_000 - 5_050_000);
     }
 
@@ -417,12 +442,15 @@ mod tests {
     #[test]
     fn an_exempt_kernel_stays_so() {
         let costs = costs::<64>();
-        costs.exempt(KERNEL);
+        costs.set_exempt(KERNEL, true);
         for _ in 0..20 {
             costs.note(&SHAPE, 7);
         }
         costs.forget(&SHAPE);
         assert!(costs.is_exempt(KERNEL) && !costs.is_exempt(SHAPE.key));
+        // Another graph has the handle now.
+        costs.set_exempt(KERNEL, false);
+        assert!(!costs.is_exempt(KERNEL));
     }
 
     #[test]

@@ -17,7 +17,7 @@
 use crate::sync::{AtomicU64, Ordering};
 
 /// The number of known kernels; when it is full, a new one replaces another.
-pub const KERNELS: usize = 1024;
+pub const KERNELS: usize = 8192;
 
 /// A prediction is at most this factor above or below the nearest measurement.
 pub const BOUND: f32 = 8.0;
@@ -36,7 +36,7 @@ pub struct Kernels<const N: usize = KERNELS> {
     kernels: [Kernel; N],
 }
 
-#[repr(C, align(32))]
+#[repr(C, align(64))]
 #[derive(Debug)]
 struct Kernel {
     /// 0 for none.
@@ -46,6 +46,10 @@ struct Kernel {
     large: AtomicU64,
     /// Nanoseconds that launches waited for its first measurement; or [`EXEMPT`].
     waited: AtomicU64,
+    /// Launches before its first measurement.
+    unmeasured: AtomicU64,
+    /// How long one of these has run so far, in nanoseconds.
+    running: AtomicU64,
 }
 
 /// In `waited`: never waits.
@@ -98,6 +102,8 @@ impl<const N: usize> Kernels<N> {
                 small: zero(),
                 large: zero(),
                 waited: zero(),
+                unmeasured: zero(),
+                running: zero(),
             }),
         }
     }
@@ -109,15 +115,18 @@ impl<const N: usize> Kernels<N> {
         let point = |word: &AtomicU64| Point::of(word.load(Ordering::Relaxed));
         let (small, large) = (point(&kernel.small)?, point(&kernel.large)?);
         let work = rough(work);
-        let slope = if large.work > small.work {
-            (large.nanos - small.nanos) / (large.work - small.work)
-        } else {
-            small.nanos / small.work
-        };
         let nearest = if work - small.work < large.work - work {
             small
         } else {
             large
+        };
+        // More threads take no less time, and no more than in proportion: what says otherwise is noise, and a size that
+        // is far away would multiply it.
+        let in_proportion = nearest.nanos / nearest.work;
+        let slope = if large.work > small.work {
+            ((large.nanos - small.nanos) / (large.work - small.work)).clamp(0.0, in_proportion)
+        } else {
+            in_proportion
         };
         let nanos = nearest.nanos + slope * (work - nearest.work);
         let bounded = nanos.clamp(nearest.nanos / BOUND, nearest.nanos * BOUND);
@@ -130,9 +139,39 @@ impl<const N: usize> Kernels<N> {
         Some(nanos.max(1))
     }
 
+    /// Counts a launch, if its kernel has no measurement.
+    pub fn count(&self, key: u64) {
+        let kernel = self.find_or_make(key);
+        if kernel.small.load(Ordering::Relaxed) == 0 {
+            kernel.unmeasured.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// The launches of a kernel so far, if it has no measurement; otherwise 0.
+    #[must_use]
+    pub fn unmeasured(&self, key: u64) -> u64 {
+        self.find(key)
+            .map_or(0, |kernel| kernel.unmeasured.load(Ordering::Relaxed))
+    }
+
+    /// Notes that a launch has run for `nanos` so far.
+    pub fn note_running(&self, key: u64, nanos: u64) {
+        if let Some(kernel) = self.find(key) {
+            kernel.running.fetch_max(nanos, Ordering::Relaxed);
+        }
+    }
+
+    /// The longest that a launch was seen to run before the kernel's first measurement, in nanoseconds.
+    #[must_use]
+    pub fn running(&self, key: u64) -> u64 {
+        self.find(key)
+            .map_or(0, |kernel| kernel.running.load(Ordering::Relaxed))
+    }
+
     /// Records that a launch of `work` threads took `nanos`.
     pub fn learn(&self, key: u64, work: u64, nanos: u64) {
         let kernel = self.find_or_make(key);
+        kernel.unmeasured.store(0, Ordering::Relaxed);
         let new = Point {
             work: rough(work),
             nanos: rough(nanos),
@@ -151,11 +190,14 @@ impl<const N: usize> Kernels<N> {
         }
     }
 
-    /// Marks a kernel that must never wait.
-    pub fn exempt(&self, key: u64) {
-        self.find_or_make(key)
-            .waited
-            .fetch_or(EXEMPT, Ordering::Relaxed);
+    /// Marks a kernel that must never wait, or takes the mark away.
+    pub fn set_exempt(&self, key: u64, is_exempt: bool) {
+        if is_exempt {
+            let kernel = self.find_or_make(key);
+            kernel.waited.fetch_or(EXEMPT, Ordering::Relaxed);
+        } else if let Some(kernel) = self.find(key) {
+            kernel.waited.fetch_and(!EXEMPT, Ordering::Relaxed);
+        }
     }
 
     /// Whether a kernel never waits.
@@ -200,7 +242,13 @@ impl<const N: usize> Kernels<N> {
             .find(|kernel| kernel.key.load(Ordering::Relaxed) == 0)
             .or_else(|| places().find(|kernel| !kernel.is_exempt()))
             .unwrap_or_else(|| &self.kernels[place::<N>(key, first % PROBES)]);
-        for word in [&kernel.small, &kernel.large, &kernel.waited] {
+        for word in [
+            &kernel.small,
+            &kernel.large,
+            &kernel.waited,
+            &kernel.unmeasured,
+            &kernel.running,
+        ] {
             word.store(0, Ordering::Relaxed);
         }
         kernel.key.store(key, Ordering::Relaxed);
@@ -271,7 +319,7 @@ mod tests {
     #[test]
     fn no_other_kernel_takes_the_place_of_an_exempt_one() {
         let kernels: Kernels<4> = Kernels::empty();
-        kernels.exempt(KERNEL);
+        kernels.set_exempt(KERNEL, true);
         for number in 100..200u64 {
             kernels.learn(number << 60 | number, 1, 10);
             kernels.note_wait(number << 60 | number, 5);

@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_void};
 use crate::driver::driver;
 use crate::export::{export, put};
 use crate::module::{Module, create, create_from_file, enumerate, function_of, global_of};
-use crate::object::{Handle, Object};
+use crate::object::{Handle, Kind as _, Object};
 
 export! {
     fn cuLibraryLoadData(to: *mut Handle, image: *const c_void, _jit: *mut u32, _jit_values: *mut *mut c_void, _jit_count: u32, _options: *mut u32, _values: *mut *mut c_void, _count: u32) {
@@ -18,8 +18,8 @@ export! {
     }
     fn cuLibraryUnload(library: Handle) {
         driver()?;
-        Object::<Module>::find(library)?.unload();
-        Ok(())
+        let ended = Object::<Module>::find(library)?.unload();
+        ended.then_some(()).ok_or(Module::WRONG)
     }
     fn cuLibraryGetModule(to: *mut Handle, library: Handle) {
         driver()?;

@@ -10,7 +10,7 @@ use crate::export::{export, put};
 use crate::module::{
     Module, create_from_file, enumerate, function_of, global_of, is_eager, load_here, load_if_eager,
 };
-use crate::object::{Handle, Object};
+use crate::object::{Handle, Kind as _, Object};
 
 /// `CUmoduleLoadingMode`
 const EAGER: u32 = 1;
@@ -31,8 +31,8 @@ export! {
     }
     fn cuModuleUnload(module: Handle) {
         driver()?;
-        Object::<Module>::find(module)?.unload();
-        Ok(())
+        let ended = Object::<Module>::find(module)?.unload();
+        ended.then_some(()).ok_or(Module::WRONG)
     }
     fn cuModuleGetFunction(to: *mut Handle, module: Handle, name: *const c_char) {
         put(to, function_of(module, name)?)
