@@ -43,8 +43,8 @@
 //! overlapped the reading. Two repairers would subtract the same surplus twice: a kernel lock admits
 //! one. One that is killed has either subtracted or not.
 //!
-//! Nothing here waits for another process: a stopped process (SIGSTOP, a debugger) delays no other
-//! one. It can only prevent a repair.
+//! Nothing here waits long for another process: a stopped process (SIGSTOP, a debugger) delays another one by a
+//! millisecond while it reclaims, and can prevent a repair.
 //!
 //! # Spares
 //!
@@ -63,7 +63,8 @@
 //! compares and exchanges the word, which always says how much is spare.
 
 use crate::layout::{
-    BITMAP_WORDS, Charge, MOST_CHARGED, NO_SPARES, REPAIR_LOCK, SLOTS, files_lock, slot_lock,
+    BITMAP_WORDS, Charge, MOST_CHARGED, NO_SPARES, RECLAIM_LOCK, REPAIR_LOCK, SLOTS, files_lock,
+    slot_lock,
 };
 use crate::sync::{AtomicU64, Ordering, fence};
 
@@ -142,6 +143,8 @@ const _: () = {
 pub trait Locks {
     /// Takes the write lock on byte `at` if it is free; never waits.
     fn try_lock(&self, at: u64) -> bool;
+    /// Takes the write lock on byte `at`, and waits a short time for it; false if it is still taken then.
+    fn lock_soon(&self, at: u64) -> bool;
     /// Releases the lock on byte `at`.
     fn unlock(&self, at: u64);
 }
@@ -334,7 +337,20 @@ impl<const N: usize> Account<N> {
 
     /// Gives back the charges of processes that have ended; returns the number of slots that were reclaimed.
     /// `locks` is a description that holds no slot.
+    ///
+    /// Who needs room calls this before it is refused. Of two at once, the second would pass over the slots whose charges
+    /// the first is giving back, and be refused though there is room: so it waits for the first. A stopped one is waited
+    /// for only a short time.
     pub fn reclaim(&self, locks: &impl Locks) -> usize {
+        let is_alone = locks.lock_soon(RECLAIM_LOCK);
+        let reclaimed = self.reclaim_slots(locks);
+        if is_alone {
+            locks.unlock(RECLAIM_LOCK);
+        }
+        reclaimed
+    }
+
+    fn reclaim_slots(&self, locks: &impl Locks) -> usize {
         let mut reclaimed = 0;
         for (at, slot) in self.taken_slots() {
             if !lock_slot(at, locks, locks) {

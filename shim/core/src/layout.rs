@@ -184,6 +184,9 @@ pub fn compute_words(header: &[u8]) -> (u64, u64) {
 /// The byte of the account file that a process locks to correct `used`.
 pub const REPAIR_LOCK: u64 = (LEN + SLOTS) as u64;
 
+/// The byte of the account file that a process locks while it reclaims.
+pub const RECLAIM_LOCK: u64 = files_lock(SLOTS);
+
 /// An account page as bytes.
 #[derive(Debug)]
 pub struct AccountPage;

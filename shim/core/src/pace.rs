@@ -29,15 +29,19 @@ impl Pace {
 
     /// Whether an action is allowed now, by a monotonic clock in nanoseconds.
     pub fn admit(&self, now: u64) -> bool {
-        let due = self.due.load(Ordering::Relaxed);
-        if due > now.saturating_add((Self::BURST - 1) * Self::INTERVAL) {
-            return false;
+        let latest = now.saturating_add((Self::BURST - 1) * Self::INTERVAL);
+        let mut due = self.due.load(Ordering::Relaxed);
+        while due <= latest {
+            let next = due.max(now).saturating_add(Self::INTERVAL);
+            match self
+                .due
+                .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
+            {
+                Ok(_) => return true,
+                Err(other) => due = other,
+            }
         }
-        let next = due.max(now).saturating_add(Self::INTERVAL);
-        // Of two concurrent callers one may be refused: the other does the action.
-        self.due
-            .compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed)
-            .is_ok()
+        false
     }
 }
 

@@ -292,6 +292,17 @@ impl Locks for File {
     fn try_lock(&self, at: u64) -> bool {
         lock(self.0, at, libc::F_WRLCK)
     }
+    fn lock_soon(&self, at: u64) -> bool {
+        const TRIES: usize = 20;
+        const NAP_NANOS: u64 = 50_000;
+        for _ in 0..TRIES {
+            if self.try_lock(at) {
+                return true;
+            }
+            sleep(NAP_NANOS);
+        }
+        false
+    }
     fn unlock(&self, at: u64) {
         lock(self.0, at, libc::F_UNLCK);
     }

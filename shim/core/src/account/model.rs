@@ -36,6 +36,12 @@ impl Locks for Description<'_> {
             }
         }
     }
+    fn lock_soon(&self, at: u64) -> bool {
+        while !self.try_lock(at) {
+            thread::yield_now();
+        }
+        true
+    }
     fn unlock(&self, at: u64) {
         self.world
             .held
@@ -171,6 +177,32 @@ fn a_surplus_is_subtracted_once() {
         world.account.repair(&world.open(4));
         assert_eq!(world.account.used(), 2);
         assert!(slot_lock(1) < REPAIR_LOCK);
+    });
+}
+
+/// What a dead process had is enough for two that reclaim at once: neither is refused.
+#[test]
+fn nobody_is_refused_what_a_dead_process_had() {
+    explore(3, || {
+        let world = World::new();
+        let (dead, process) = (world.open(1), world.open(2));
+        let slot = world.account.join(&dead, &dead, 0, 0).unwrap();
+        world.account.reserve(slot, LIMIT, LIMIT, LIMIT).unwrap();
+        let own = world.account.join(&process, &process, 0, 1).unwrap();
+        drop(dead);
+        let threads: Vec<_> = (3..=4)
+            .map(|id| {
+                let world = Arc::clone(&world);
+                thread::spawn(move || {
+                    world.account.reclaim(&world.open(id));
+                    let half = LIMIT / 2;
+                    world.account.reserve(own, half, half, LIMIT)
+                })
+            })
+            .collect();
+        for thread in threads {
+            assert!(thread.join().unwrap().is_some());
+        }
     });
 }
 

@@ -40,6 +40,9 @@ impl Locks for Description {
     fn try_lock(&self, at: u64) -> bool {
         *self.file.held.borrow_mut().entry(at).or_insert(self.id) == self.id
     }
+    fn lock_soon(&self, at: u64) -> bool {
+        self.try_lock(at)
+    }
     fn unlock(&self, at: u64) {
         self.file.held.borrow_mut().remove(&at);
     }
