@@ -23,6 +23,13 @@ pub enum Command {
     Run(Run),
     #[command(hide = true)]
     Supervise(Supervise),
+    /// Prints the root of the installed driver and the folder of its libraries, one a line
+    #[command(hide = true)]
+    Driver {
+        /// The root [default: the usual ones]
+        #[arg(long, value_name = "DIR")]
+        driver_root: Option<PathBuf>,
+    },
     /// Reclaims what dead processes hold in an account page
     #[command(hide = true)]
     Reclaim { account: PathBuf },

@@ -6,11 +6,33 @@
 use std::path::{Path, PathBuf};
 
 use tranche_driver::cdi::DriverFiles;
+use tranche_node::discover::discover;
 use tranche_node::layouts::LIBRARY_FOLDERS;
+use tranche_node::nvml::Driver as _;
+use tranche_node::nvml::search::InstalledDriver;
 
 use crate::wire::Link;
 
 const PROGRAMS: &str = "/usr/local/bin";
+const CUDA: &str = "libcuda.so.1";
+
+/// The driver below `root`, or in one of the usual roots: its root, and the folder of its libcuda.
+pub fn find(root: Option<&Path>) -> Result<(PathBuf, PathBuf), String> {
+    let text = |e: &dyn std::error::Error| e.to_string();
+    let opened = InstalledDriver::new(Path::new("/"), root)
+        .open()
+        .map_err(|e| text(&e))?;
+    let description = opened.nvml.describe().map_err(|e| text(&e))?;
+    let found = discover(&opened.root, &description.driver_version).map_err(|e| text(&e))?;
+    let root = opened.root.on_host();
+    let libraries = found.driver_files(root, &[]).libraries;
+    let folder = libraries
+        .iter()
+        .find(|library| library.soname == CUDA)
+        .and_then(|library| Path::new(&library.file.host_path).parent());
+    // There is one, because `discover` refuses a root without.
+    Ok((root.to_owned(), folder.unwrap_or(root).to_owned()))
+}
 
 /// The files of a driver below `root`, with their paths for a command, and the links to make.
 pub fn placed(mut files: DriverFiles, root: &Path) -> (DriverFiles, Vec<Link>) {
@@ -59,7 +81,6 @@ fn move_to(folder: &Path, path: &mut String) {
 
 #[cfg(test)]
 mod tests {
-    use tranche_node::discover::discover;
     use tranche_node::root::DriverRoot;
     use tranche_node::testing;
 

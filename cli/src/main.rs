@@ -63,6 +63,16 @@ fn main() -> ExitCode {
             ExitCode::from(error.exit_code())
         }
         Command::Supervise(supervise) => supervisor::main(&supervise),
+        Command::Driver { driver_root } => match driver::find(driver_root.as_deref()) {
+            Ok((root, libraries)) => {
+                println!("{}\n{}", root.display(), libraries.display());
+                ExitCode::SUCCESS
+            }
+            Err(error) => {
+                eprintln!("tranche: {error}");
+                ExitCode::from(FAILED)
+            }
+        },
         Command::Reclaim { account } => match tranche_node::sweep::reclaim(&account) {
             Ok(_) => ExitCode::SUCCESS,
             Err(_) => ExitCode::from(FAILED),

@@ -1,25 +1,16 @@
-"""Finds the NVIDIA driver's files on this machine."""
+"""Finds the NVIDIA driver on this machine. Where drivers are, only `tranche` knows."""
 
-import glob
 import os
 import pathlib
 import re
 import shutil
 import subprocess
 
-from harness.nvml import Nvml, NvmlError
+from harness.machine import KIT
+from harness.nvml import Nvml
 
-# Roots that `tranche run --driver-root` accepts, and the folders in them that it searches.
-ROOTS = ["/", "/usr/local/nvidia", "/home/kubernetes/bin/nvidia", "/run/nvidia/driver"]
-FOLDERS = [
-    "usr/lib64",
-    "usr/lib/x86_64-linux-gnu",
-    "usr/lib/x86_64-linux-gnu/nvidia/current",
-    "lib64",
-    "lib/x86_64-linux-gnu",
-]
-# Other folders with a driver's libraries, besides LD_LIBRARY_PATH and the loader's cache.
-ELSEWHERE = ["/usr/local/nvidia/lib", "/usr/local/nvidia/**", "/opt/nvidia/lib64", "/usr/lib/wsl/lib"]
+TRANCHE = KIT / "bin/tranche"
+LIBRARIES = ["libcuda.so.1", "libnvidia-ml.so.1"]
 PROGRAMS = ["nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"]
 
 
@@ -46,44 +37,31 @@ class Driver:
 
 
 def find(root, work):
-    """The driver below `root`, or in one of the usual places. A driver in a place that `tranche run` does not search is
-    copied into a root in the folder `work`."""
-    searched, problems = [], []
-    for candidate in [root] if root else ROOTS:
-        for folder in FOLDERS:
-            place = pathlib.Path(candidate, folder)
-            searched.append(str(place))
-            driver = usable(Driver(candidate, place), problems)
-            if driver:
-                return driver
-    for place in elsewhere(root):
-        searched.append(str(place))
-        if (place / "libcuda.so.1").exists() and (place / "libnvidia-ml.so.1").exists():
-            driver = usable(copied(place, pathlib.Path(work, "driver-root")), problems)
-            if driver:
-                return driver
-    why = "; ".join(problems) or f"no libcuda.so.1 and libnvidia-ml.so.1 in {', '.join(searched)}"
-    raise NoDriver(f"no working NVIDIA driver: {why}. Give its root with --driver-root")
-
-
-def usable(driver, problems):
-    """The driver, if its libraries exist and its NVML starts; otherwise None."""
-    if not (os.path.exists(driver.library("libcuda.so.1")) and os.path.exists(driver.library("libnvidia-ml.so.1"))):
-        return None
-    try:
-        driver.open_nvml()
-    except NvmlError as error:
-        problems.append(str(error))
-        return None
+    """The driver that `tranche` finds below `root`, or in the usual places. If it finds none, a driver in a folder of the
+    loader is copied into a root in the folder `work`."""
+    driver, why = found(["--driver-root", root] if root else [])
+    for place in [] if root or driver else loaders_folders():
+        if all((place / name).exists() for name in LIBRARIES):
+            copy = copied(place, pathlib.Path(work, "driver-root"))
+            driver, why = found(["--driver-root", copy])
+        if driver:
+            break
+    if not driver:
+        raise NoDriver(f"no working NVIDIA driver: {why}. Give its root with --driver-root")
     return driver
 
 
-def elsewhere(root):
-    if root:
-        return [pathlib.Path(place) for place in glob.glob(f"{root}/**", recursive=True) if os.path.isdir(place)]
+def found(options):
+    """The driver, or None and the reason."""
+    done = subprocess.run([TRANCHE, "driver", *options], capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    if done.returncode == 0 and len(lines) == 2:
+        return Driver(*lines), None
+    return None, done.stderr.strip() or f"{TRANCHE} driver: ended with {done.returncode}"
+
+
+def loaders_folders():
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    for pattern in ELSEWHERE:
-        folders += glob.glob(pattern, recursive=True)
     ldconfig = shutil.which("ldconfig") or "/sbin/ldconfig"
     if os.path.exists(ldconfig):
         cache = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, check=False).stdout
@@ -109,4 +87,4 @@ def copied(folder, root):
             if place and os.path.exists(place):
                 shutil.copy2(place, programs / program)
                 break
-    return Driver(root, libraries)
+    return root
