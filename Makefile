@@ -79,11 +79,14 @@ test: ## what CI runs: the checks, the tests without a node, and the core of the
 	$(MAKE) e2e-core
 
 nightly: export TRANCHE_STORIES = 20
-nightly: ## what takes longer: more random states for kube-scheduler's allocator, and the account under loom, Miri and Kani
+nightly: ## what takes longer: more random states for kube-scheduler's allocator, the account under loom, Miri and Kani, and the GPU kit
 	driver/allocator-oracle/build
 	cargo test -p tranche-allocator-oracle -p tranche-scheduler-rules
 	TRANCHE_STATES=500 e2e/api/run explain::it_agrees
 	shim/core/deep-check
+	$(PARALLEL) simulator part-clients
+	$(STEP) "Making the kit for machines with a GPU" bench/gpu/kit
+	TRANCHE_GPU_KIT=target/gpu-kit .ci/cargo test --test all gpu_kit:: -- --include-ignored
 	$(MAKE) build
 
 lint: checks ## the checks, and clippy, which the tests' build is, too
@@ -114,10 +117,8 @@ api: ## tests that need an API server and a scheduler and no node
 
 e2e e2e-core: export WORKERS ?= 2
 e2e: export CRIO = yes
-e2e: ## the whole suite on a cluster of two GPU nodes, which goes afterwards unless it was there before, and the GPU kit
+e2e: ## the whole suite on a cluster of two GPU nodes, which goes afterwards unless it was there before
 	@$(PARALLEL) cluster-parts part-crio part-peers part-clients-image part-browser
-	$(STEP) "Making the kit for machines with a GPU" bench/gpu/kit
-	.ci/cargo test --test all gpu_kit:: -- --include-ignored
 	e2e/kind/with e2e/run || { e2e/failures; exit 1; }
 
 e2e-core: ## of the suite, a test for each promise that only a node shows

@@ -1,32 +1,54 @@
-//! Runs all parts of the kit for machines with a GPU (`bench/gpu`) on the simulated machine.
+//! Runs the kit for machines with a GPU (`bench/gpu`) on the simulated machine with the habits of real drivers. Some short parts
+//! run in every test run; all of them run in `make nightly`, from the kit that `make gpu-kit` makes.
 
 use crate::common;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
 
 use common::{kill, until};
 use serde_json::Value;
-use tranche_shim_tests::{Node, target, text};
+use tranche_shim_tests::{Node, probe_path, text};
 
-/// The largest size of the kit, in bytes.
-const MOST: u64 = 60 << 20;
+/// The largest size of the kit, in bytes: it travels beside a copy of the tree, in 64 MiB together.
+const MOST: u64 = 8 << 20;
 
 fn repository() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
-/// The kit, as `make gpu-kit` left it.
-fn kit() -> PathBuf {
-    let kit = target().join("gpu-kit");
-    let run = kit.join("bench/gpu/run");
-    assert!(
-        run.exists(),
-        "{}: missing: run `make gpu-kit` first",
-        run.display()
+/// The kit in `TRANCHE_GPU_KIT`, or one of what the tests were built with.
+fn kit() -> &'static Path {
+    static KIT: OnceLock<PathBuf> = OnceLock::new();
+    KIT.get_or_init(|| {
+        let kit = std::env::var_os("TRANCHE_GPU_KIT")
+            .map_or_else(assembled, |made| repository().join(made));
+        kit.canonicalize().unwrap()
+    })
+}
+
+fn assembled() -> PathBuf {
+    let (kit, programs) = (
+        Path::new(env!("CARGO_TARGET_TMPDIR")).join("gpu-kit"),
+        tempfile::tempdir().unwrap(),
     );
-    kit.canonicalize().unwrap()
+    for (program, name) in [
+        (PathBuf::from(env!("CARGO_BIN_EXE_tranche")), "tranche"),
+        (probe_path(), "tranche-shim-probe"),
+    ] {
+        std::os::unix::fs::symlink(program.canonicalize().unwrap(), programs.path().join(name))
+            .unwrap();
+    }
+    let done = Command::new(repository().join("bench/gpu/assemble"))
+        .arg(&kit)
+        .arg(programs.path())
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{}", text(&done.stderr));
+    kit
 }
 
 /// All files below a folder, by their paths in it.
@@ -55,7 +77,7 @@ impl Machine {
         Self {
             node: Node::start(
                 std::env::temp_dir().join(name),
-                tranche_shim_tests::Machine::Simple,
+                tranche_shim_tests::Machine::Realistic,
                 2,
             ),
             results: tempfile::tempdir().unwrap(),
@@ -147,7 +169,7 @@ fn rows(part: &Value) -> Vec<Value> {
 
 /// All rows that do not depend on time must hold; times on the simulator may miss their targets.
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn every_part_runs_on_the_simulated_machine() {
     let machine = Machine::new("all");
     let ran = machine.run("", &[]);
@@ -160,15 +182,7 @@ fn every_part_runs_on_the_simulated_machine() {
         .iter()
         .map(|part| part["name"].as_str().unwrap().to_owned())
         .collect();
-    let listed = Command::new(kit().join("bench/gpu/run"))
-        .arg("--list")
-        .output()
-        .unwrap();
-    let order: Vec<_> = text(&listed.stdout)
-        .lines()
-        .map(|line| line.split(' ').next().unwrap().to_owned())
-        .collect();
-    assert_eq!(names, order);
+    assert_eq!(names, listed());
     assert_eq!(result["machine"]["gpu"], "Simulated H100 80GB HBM3");
     for name in [
         "lookups",
@@ -181,8 +195,34 @@ fn every_part_runs_on_the_simulated_machine() {
     ] {
         assert_eq!(machine.part(name)["status"], "held", "{name}: {table}");
     }
-    // libcudart does not run on the simulator, and the tools are not there.
-    assert_eq!(machine.part("runtime")["status"], "absent", "{table}");
+    // What is not simulated says so.
+    for (part, row, why) in [
+        ("runtime", "on libcudart", "NVIDIA's own libcuda"),
+        ("imports", "cuIpcOpenMemHandle", "not supported"),
+        ("imports", "a pool's pointer", "not supported"),
+        ("unseen", "8 green contexts", "not supported"),
+        ("unseen", "a profiler", "no libcupti"),
+        ("host_memory", "plain memory that a kernel reads", "no HMM"),
+        (
+            "driver_limits",
+            "the driver's memory limit",
+            "nvmlDeviceSetMemoryLimits_v1",
+        ),
+        ("driver_limits", "MPS v3", "protocol 3"),
+    ] {
+        let found = rows(&machine.part(part));
+        let found = found.iter().find(|it| it["name"] == row);
+        let found = found.unwrap_or_else(|| panic!("{part}, {row}: {table}"));
+        assert_eq!(found["status"], "absent", "{found}");
+        assert!(found["why"].as_str().unwrap().contains(why), "{found}");
+    }
+    // Each row about a share of time has what explains a miss.
+    let alone = rows(&machine.part("shares_alone"));
+    let series = &alone[0]["numbers"]["series"];
+    for name in ["nvml", "position", "carried", "scale"] {
+        let readings = series[name].as_array().unwrap();
+        assert!(readings.iter().any(Value::is_number), "{name}: {series}");
+    }
     let frameworks = machine.part("frameworks");
     let row = |name: &str| {
         let found = rows(&frameworks)
@@ -205,9 +245,55 @@ fn every_part_runs_on_the_simulated_machine() {
     assert_eq!(table, machine.table(), "what is printed is what is written");
 }
 
+/// The parts of all plans, in their order.
+fn listed() -> Vec<String> {
+    let listed = Command::new(kit().join("bench/gpu/run"))
+        .arg("--list")
+        .output()
+        .unwrap();
+    text(&listed.stdout)
+        .lines()
+        .map(|line| line.split_whitespace().nth(1).unwrap().to_owned())
+        .collect()
+}
+
+/// What `make test` runs of the kit.
+#[test]
+fn the_shortest_parts_run_on_the_simulated_machine() {
+    let machine = Machine::new("short");
+    let ran = machine.run("lookups,closed,imports,tables", &[]);
+    let table = text(&ran.stdout);
+    assert!(ran.status.success(), "{table}{}", text(&ran.stderr));
+    for name in ["lookups", "closed", "imports", "tables"] {
+        assert_eq!(machine.part(name)["status"], "held", "{name}: {table}");
+    }
+}
+
+/// Every part settles a row of SPECIFICATION.md, and every such row names its part.
+#[test]
+fn parts_and_rows_of_the_specification_name_each_other() {
+    let specification = fs::read_to_string(repository().join("SPECIFICATION.md")).unwrap();
+    let (_, section) = specification.split_once("## On real GPUs").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let named: BTreeSet<_> = section
+        .lines()
+        .filter(|line| line.contains("| pending on silicon |"))
+        .flat_map(|line| line.split('|').rev().nth(1).unwrap().split('`'))
+        .filter(|name| !name.trim_matches([' ', ',']).is_empty())
+        .map(str::to_owned)
+        .collect();
+    let parts = listed();
+    assert_eq!(
+        named,
+        parts.iter().cloned().collect(),
+        "parts of the rows, and parts of the kit"
+    );
+    assert_eq!(parts.len(), named.len(), "a part is in one plan");
+}
+
 /// An installed framework: real numba, from the simulator's client environment.
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn an_installed_framework_is_filled_to_the_cap() {
     let machine = Machine::new("numba");
     let clients = repository().join("simulator/client-environment");
@@ -233,7 +319,7 @@ fn an_installed_framework_is_filled_to_the_cap() {
 
 /// Scripts with the names of NVIDIA's tools, which run the program and print a result.
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn a_tools_output_in_a_share_is_compared_with_that_without() {
     let machine = Machine::new("tools");
     let tools = tempfile::tempdir().unwrap();
@@ -267,7 +353,7 @@ fn a_tools_output_in_a_share_is_compared_with_that_without() {
 }
 
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
     let machine = Machine::new("overrun");
     let before = machine.used();
@@ -284,7 +370,7 @@ fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
 }
 
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn an_ended_or_killed_run_keeps_its_results_and_frees_the_gpu() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::KILL] {
         let machine = Machine::new(&format!("ended-{}", signal.as_raw()));
@@ -306,7 +392,7 @@ fn an_ended_or_killed_run_keeps_its_results_and_frees_the_gpu() {
 
 /// Several runs are joined into one result. If a part ran twice, its later result is kept.
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn results_of_several_runs_are_joined() {
     let (first, second) = (Machine::new("first"), Machine::new("second"));
     assert!(first.run("closed", &[]).status.success());
@@ -337,7 +423,7 @@ fn results_of_several_runs_are_joined() {
 
 /// Without CAP_SYS_ADMIN and user namespaces no mounts are possible: parts that need a share report why they are absent.
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn without_mounts_the_parts_without_a_share_run() {
     let machine = Machine::new("mounts");
     let script = "echo 0 >/proc/sys/user/max_user_namespaces
@@ -364,7 +450,7 @@ fn without_mounts_the_parts_without_a_share_run() {
 
 /// A driver that is only in `/usr/local/nvidia`, as on rented machines and on GKE, is found and capped.
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
+#[ignore = "takes long: `make nightly` runs it"]
 fn a_driver_in_usr_local_nvidia_is_found() {
     let machine = Machine::new("elsewhere");
     let script = r#"
@@ -396,7 +482,6 @@ fn a_driver_in_usr_local_nvidia_is_found() {
 }
 
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
 fn errors_name_the_missing_driver_and_the_unknown_part() {
     let empty = tempfile::tempdir().unwrap();
     let ran = Command::new(kit().join("bench/gpu/run"))
@@ -421,33 +506,16 @@ fn errors_name_the_missing_driver_and_the_unknown_part() {
     );
 }
 
-/// The kit is below its largest size, and was made from this tree.
+/// The kit is below its largest size, and has all programs.
 #[test]
-#[ignore = "needs the kit: `make e2e` runs it"]
-fn the_kit_is_small_and_of_this_tree() {
+#[ignore = "needs the kit that `make gpu-kit` makes: `make nightly` runs it"]
+fn the_kit_is_small_and_complete() {
     let kit = kit();
-    let size: u64 = files(&kit)
+    let size: u64 = files(kit)
         .iter()
         .map(|path| path.symlink_metadata().unwrap().len())
         .sum();
     assert!(size < MOST, "{size} bytes in {}", kit.display());
-    let is_source = |path: &&PathBuf| !path.to_string_lossy().contains("__pycache__");
-    for folder in ["harness", "parts", "programs"] {
-        let (ours, theirs) = (
-            repository().join("bench/gpu").join(folder),
-            kit.join("bench/gpu").join(folder),
-        );
-        let sources = files(&ours);
-        for source in sources.iter().filter(is_source) {
-            let copy = theirs.join(source.strip_prefix(&ours).unwrap());
-            let same = fs::read(&copy).is_ok_and(|it| it == fs::read(source).unwrap());
-            assert!(
-                same,
-                "{}: not that of the tree: run `make gpu-kit`",
-                copy.display()
-            );
-        }
-    }
     for program in ["tranche", "tranche-shim-probe", "runtime"] {
         assert!(kit.join("bin").join(program).exists(), "{program}");
     }

@@ -96,11 +96,11 @@ class Machine:
         line += ["--context-memory", self.context] if self.context else []
         return list(map(str, [*line, "--", *command]))
 
-    def start(self, command, share=None, env=None, **sizes):
-        """Starts it. It ends when the part that started it ends."""
+    def start(self, command, share=None, env=None, wrap=lambda line: line, **sizes):
+        """Starts it, as `wrap` changes the line. It ends when the part that started it ends."""
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            self.command(command, share, **sizes),
+            wrap(self.command(command, share, **sizes)),
             env=self.environment(share is not None, env or {}),
             stdin=pipe,
             stdout=pipe,
@@ -129,7 +129,7 @@ class Machine:
         if done.returncode != 0 or not line.startswith("{"):
             output = (done.stderr.strip() or done.stdout.strip())[-600:]
             raise Failed(f"{short(done.args)}: ended with {done.returncode}: {output}")
-        return json.loads(line)
+        return answered(json.loads(line))
 
     def together(self, processes):
         """Makes all programs begin at the same moment, collects their results, and then ends all."""
@@ -200,6 +200,13 @@ def settled(gpu, seconds=10):
         if used != last:
             last, since = used, time.monotonic()
     return last
+
+
+def answered(values):
+    """A program's answer, unless it says that this machine lacks what it needs."""
+    if "absent" in values:
+        raise Absent(values["absent"])
+    return values
 
 
 def send_line(process):

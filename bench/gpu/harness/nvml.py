@@ -3,7 +3,7 @@
 import ctypes
 
 SUCCESS, NOT_FOUND, INSUFFICIENT_SIZE = 0, 6, 7
-NOT_AVAILABLE = 2**64 - 1
+NOT_AVAILABLE = NO_LIMIT = 2**64 - 1
 
 
 class NvmlError(Exception):
@@ -42,6 +42,12 @@ class Sample(ctypes.Structure):
     ]
 
 
+class MemoryLimits(ctypes.Structure):
+    """nvmlSetMemoryLimits_v1_t, of drivers from 615 on."""
+
+    _fields_ = [("cgroup", ctypes.c_char_p), ("soft", ctypes.c_ulonglong), ("hard", ctypes.c_ulonglong)]
+
+
 class Nvml:
     """The library, initialised."""
 
@@ -55,7 +61,11 @@ class Nvml:
             raise NvmlError(f"{path}: nvmlInit_v2", code)
 
     def call(self, name, *arguments):
-        code = getattr(self.library, name)(*arguments)
+        try:
+            function = getattr(self.library, name)
+        except AttributeError:
+            raise NvmlError(f"it has no {name}") from None
+        code = function(*arguments)
         if code:
             raise NvmlError(name, code)
 
@@ -97,6 +107,11 @@ class Gpu:
         memory = Memory()
         self.nvml.call("nvmlDeviceGetMemoryInfo", self.device, ctypes.byref(memory))
         return memory
+
+    def limit_memory(self, cgroup, hard):
+        """Limits the bytes of a cgroup's processes."""
+        limits = MemoryLimits(str(cgroup).encode(), 0, hard)
+        self.nvml.call("nvmlDeviceSetMemoryLimits_v1", self.device, ctypes.byref(limits))
 
     def used(self):
         """Bytes that all processes and the driver hold."""

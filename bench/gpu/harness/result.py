@@ -11,6 +11,8 @@ import json
 import os
 import pathlib
 
+from harness.machine import Absent, Failed
+
 STATUSES = ["absent", "held", "missed", "failed"]
 
 
@@ -18,14 +20,24 @@ def row(name, status, why="", **numbers):
     return {"name": name, "status": status, "why": why, "numbers": numbers}
 
 
-def with_target(name, value, good, target, **numbers):
-    """A row with a target."""
-    return row(name, "held" if good else "missed", value=value, target=target, **numbers)
+def with_target(name, value, good, target, why="", **numbers):
+    """A row with a target; `why` explains a miss."""
+    return row(name, "held" if good else "missed", why, value=value, target=target, **numbers)
 
 
 def taken(name, value, **numbers):
     """A row without a target."""
     return row(name, "held", value=value, **numbers)
+
+
+def guarded(name, rows):
+    """Rows; the last one says what failed, or what the machine lacks for them."""
+    try:
+        yield from rows
+    except Absent as why:
+        yield row(name, "absent", str(why))
+    except Failed as why:
+        yield row(name, "failed", str(why))
 
 
 def worst(rows):
@@ -60,7 +72,7 @@ class Results:
         self.write()
 
     def write(self):
-        for path, text in ((self.json, json.dumps(self.content, indent=1)), (self.markdown, table(self.content))):
+        for path, text in ((self.json, json.dumps(self.content)), (self.markdown, table(self.content))):
             new = path.with_name(f".{path.name}.new")
             new.write_text(f"{text}\n", encoding="utf8")
             os.replace(new, path)

@@ -3,7 +3,7 @@
 import json
 import pathlib
 
-from harness.machine import Failed, python, send_line, settled, short
+from harness.machine import Absent, Failed, answered, python, send_line, settled, short
 
 
 def measure_context(machine):
@@ -15,6 +15,15 @@ def measure_context(machine):
     machine.context = size
 
 
+def compared(machine, command, share, **sizes):
+    """`differences` without a share and in one."""
+    bare = differences(machine, command)
+    try:
+        return bare, differences(machine, command, share, **sizes)
+    except Absent as why:
+        raise Failed(f"works without a share; in a share: {why}") from None
+
+
 def differences(machine, command, share=None, **sizes):
     """By the name of a stage: how many bytes more than at the stage before the GPU (`taken`), the process (`process`) and
     the account (`charged`) have, and the program's other values."""
@@ -23,7 +32,7 @@ def differences(machine, command, share=None, **sizes):
     found = {}
     try:
         for line in process.stdout:
-            values = json.loads(line)
+            values = answered(json.loads(line))
             used = settled(machine.gpu, 2)
             charged = free - values["free"] if free is not None and values["free"] is not None else None
             mine = machine.gpu.processes().get(process.pid)

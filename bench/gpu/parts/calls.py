@@ -1,9 +1,9 @@
-"""The time that the shim adds to calls, in turns with the bare driver. The share has 99 percent, so that launches are priced."""
+"""Shows the time that the shim adds to calls, in turns with the bare driver. The share has 99 percent: launches are priced."""
 
 import statistics
 
 from harness.machine import GIB, Failed
-from harness.result import with_target
+from harness.result import taken, with_target
 
 TITLE = "time added to calls, with cores 99"
 CORES = 99
@@ -16,12 +16,14 @@ TARGETS = {
     "refusal": 300,
     "mem-info": 50,
     "proc-address": 100,
+    # Nothing is promised: the pool is asked for its size.
+    "alloc-free-async": None,
 }
 RATIO = 1.05
 
 
 def run(machine):
-    rounds, most = (1, 2) if machine.options.quick else (5, 16)
+    rounds, most = (1, 2) if machine.options.quick else (3, 16)
     # The share is charged for the context of each process.
     fits = max(1, machine.limit // (2 * GIB))
     for processes in [one for one in (1, 4, 16) if one <= min(most, fits)] + ([2] if machine.options.quick else []):
@@ -32,9 +34,12 @@ def run(machine):
                     found.setdefault((share, call), []).append(nanoseconds)
         for call, target in TARGETS.items():
             bare, share = (statistics.median(found[(world, call)]) for world in (None, "calls"))
-            good = share - bare <= target or share <= RATIO * bare
             name = f"{call}, {processes} process(es), ns"
             numbers = {"bare": bare, "added": share - bare, "ratio": share / bare}
+            if target is None:
+                yield taken(name, share, **numbers)
+                continue
+            good = share - bare <= target or share <= RATIO * bare
             yield with_target(name, share, good, f"bare + {target} or x {RATIO}", **numbers)
 
 

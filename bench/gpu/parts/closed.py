@@ -1,4 +1,4 @@
-"""The shim loaded by LD_LIBRARY_PATH alone, without a cap page: no page, no GPU."""
+"""Shows that the shim without a cap page, loaded by LD_LIBRARY_PATH alone, gives no GPU."""
 
 from harness.machine import python
 from harness.result import with_target

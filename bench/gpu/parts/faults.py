@@ -1,4 +1,4 @@
-"""A kernel that writes to memory which is not allocated, in one share, and a program in another share of the same GPU."""
+"""Shows what a kernel that writes to memory which is not allocated means for its program and for another share of the GPU."""
 
 from harness.machine import python, send_line
 from harness.result import with_target

@@ -1,4 +1,4 @@
-"""Programs whose launches always have new shapes: the number of stalls that the shim causes."""
+"""Shows how often the shim stalls programs whose launches always have new shapes."""
 
 import statistics
 

@@ -1,4 +1,4 @@
-"""Local memory, which the driver allocates at a launch: charged or refused before the launch."""
+"""Shows that local memory, which the driver allocates at a launch, is charged or refused before the launch."""
 
 from harness.machine import GIB, MIB, python
 from harness.result import with_target

@@ -1,4 +1,4 @@
-"""Every look-up is exact: each symbol, version and flag of cuGetProcAddress, with and without the shim."""
+"""Shows that every look-up is exact: each symbol, version and flag of cuGetProcAddress, with and without the shim."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""GPU-Virt-Bench's metrics of overhead and isolation that one program can measure, compared with the bare driver."""
+"""Shows GPU-Virt-Bench's metrics of overhead and isolation that one program can measure, beside the bare driver's."""
 
 from harness.counted import steps_per_micro
 from harness.machine import python

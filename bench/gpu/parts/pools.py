@@ -1,4 +1,4 @@
-"""Stream-ordered pools close to the cap: a pool with free memory is used, and trimmed before other allocations fail."""
+"""Shows that close to the cap a pool with free memory is used, and is trimmed before other allocations fail."""
 
 from harness.machine import GIB, MIB, python
 from harness.result import with_target

@@ -1,51 +1,20 @@
-"""NVML's samples at 10 Hz while two programs of counted work run: the input of the node's sampler."""
+"""Shows how NVML's samples at 10 Hz, the input of the node's sampler, describe two programs of counted work."""
 
-import threading
-import time
-
-from harness.counted import programs, whole
+from harness.counted import together, whole
 from harness.result import taken, with_target
+from harness.sampling import PERIOD
 
 TITLE = "NVML's samples at 10 Hz under two counted programs"
 CORES = (30, 70)
 MICROS = 1_000
-PERIOD = 0.1
 # How far NVML's figures may be from the work, in percent of the GPU's time.
 POINTS = 5
-
-
-class Sampling:
-    """NVML's samples, ten times a second."""
-
-    def __init__(self, gpu):
-        self.gpu, self.samples, self.memory, self.ended = gpu, [], [], threading.Event()
-        self.thread = threading.Thread(target=self._sample, daemon=True)
-
-    def _sample(self):
-        since = 0
-        while not self.ended.wait(PERIOD):
-            found = self.gpu.samples(since)
-            since = max([since, *(at for _, at, _ in found)])
-            self.samples.append(found)
-            self.memory.append(self.gpu.processes())
-
-    def __enter__(self):
-        self.thread.start()
-        self.begin = time.monotonic()
-        return self
-
-    def __exit__(self, *_):
-        self.ended.set()
-        self.thread.join()
 
 
 def run(machine):
     seconds = 2 if machine.options.quick else 15
     bare = whole(machine, MICROS)
-    sizes = [{"cores": cores, "memory": machine.limit // 2} for cores in CORES]
-    started = programs(machine, MICROS, sizes, settle=seconds / 3, count=seconds)
-    with Sampling(machine.gpu) as sampling:
-        counted = [100 * found["kernels"] / bare for found in machine.together(started)]
+    found, sampling = together(machine, MICROS, CORES, bare, (seconds / 3, seconds))
     readings = len(sampling.samples)
     yield taken("readings", readings, seconds=seconds, period=PERIOD)
     answers = by_answer(sampling.samples)
@@ -54,26 +23,26 @@ def run(machine):
     yield taken("time that an answer describes, microseconds", middle, lengths=lengths)
     named = [len(parts) for _, parts in answers]
     yield taken("answers that name one process only", named.count(1), of=len(named))
-    for process, cores, work in zip(started, CORES, counted):
-        mine = [[(at, sm) for pid, at, sm in found if pid == process.pid] for found in sampling.samples]
+    for (pid, work, _), cores in zip(found, CORES):
+        mine = [[(at, sm) for one, at, sm in read if one == pid] for read in sampling.samples]
         there = [one for one in mine if one]
         percents = [sm for one in there for _, sm in one]
         mean = sum(percents) / len(percents) if percents else None
-        reckoned = sum(length * parts.get(process.pid, 0) for length, parts in answers) / max(sum(lengths), 1)
+        reckoned = sum(length * parts.get(pid, 0) for length, parts in answers) / max(sum(lengths), 1)
         apart = distances([at for one in there for at, _ in one])
         name = f"the program with {cores} percent"
         yield taken(f"{name}: its work, percent of the whole", work)
-        yield taken(f"{name}: mean of NVML's percents", mean, series=[one[-1][1] if one else None for one in mine])
+        yield taken(f"{name}: mean of NVML's percents", mean, series=sampling.series(pid))
         what = f"{name}: its work as the node's sampler adds it up, percent"
         yield with_target(what, reckoned, abs(reckoned - work) <= POINTS, f"{work:.0f} ± {POINTS}")
         yield taken(f"{name}: readings without a sample of it", len(mine) - len(there), of=readings, micros_apart=apart)
-        memory = [found.get(process.pid) for found in sampling.memory]
+        memory = [listed.get(pid) for listed in sampling.memory]
         named = [one for one in memory if one is not None]
         whole_time = f"{len(named)} of {len(memory)}"
         good = len(named) > len(memory) // 2
         what = f"{name}: readings in which NVML reports its memory"
         yield with_target(what, whole_time, good, "most", bytes=max(named, default=None))
-    strangers = {pid for found in sampling.samples for pid, _, _ in found} - {process.pid for process in started}
+    strangers = {pid for read in sampling.samples for pid, _, _ in read} - {pid for pid, _, _ in found}
     yield taken("PIDs in samples that belong to no program of this part", len(strangers))
 
 

@@ -1,7 +1,7 @@
-"""The sizes of contexts, modules, allocations, local memory and the first matrix product, by NVML."""
+"""Shows the sizes of contexts, modules, allocations and local memory by NVML, and what a share is charged for allocations."""
 
-from harness.machine import MIB, Failed, module, python, settled
-from harness.result import row, taken
+from harness.machine import MIB, python
+from harness.result import guarded, row, taken
 from harness.stages import differences
 
 TITLE = "sizes by NVML"
@@ -38,23 +38,15 @@ def run(machine):
             numbers["value"] = differences(machine, line, "sizes")["taken"]["charged"] / count
         yield row(f"one of {count} allocations of {size} bytes; charged in a share", "held", **numbers)
     # The larger products take a fifth of an H100 for a moment.
-    try:
-        local = differences(machine, python("stages", "local", *LOCAL))
-        for size in LOCAL:
-            if str(size) in local:
-                found = local[str(size)]
-                name = f"added by a launch with {size} bytes of local memory per thread, MiB"
-                yield taken(name, mib(found["taken"]), code=found["code"])
-    except Failed as error:
-        yield row("local memory", "failed", str(error))
-    if not module("torch"):
-        yield row("the first matrix product", "absent", "no module torch")
-        return
-    matmul = differences(machine, python("stages", "matmul"))
-    for stage, found in matmul.items():
-        name = f"PyTorch, {stage}: added beyond tensors, MiB"
-        yield taken(name, mib(found["taken"]), allocated=found["allocated"])
-    settled(machine.gpu)
+    yield from guarded("local memory", local_memory(machine))
+
+
+def local_memory(machine):
+    found = differences(machine, python("stages", "local", *LOCAL))
+    for size in LOCAL:
+        if str(size) in found:
+            name = f"added by a launch with {size} bytes of local memory per thread, MiB"
+            yield taken(name, mib(found[str(size)]["taken"]), code=found[str(size)]["code"])
 
 
 def mib(size):

@@ -1,4 +1,4 @@
-"""NVIDIA's tools: a program under them runs in a share as without one, and the tool has the same output."""
+"""Shows that a program under NVIDIA's tools runs in a share as without one, and that the tools have the same output."""
 
 import pathlib
 import re

@@ -1,5 +1,5 @@
-"""All combinations of ways to load the driver, to start a program and to allocate memory: beyond the share each is
-refused with error 2."""
+"""Shows that all combinations of ways to load the driver, to start a program and to allocate memory are refused beyond the
+share with error 2."""
 
 from harness.machine import MIB, Failed
 from harness.result import row, with_target, worst

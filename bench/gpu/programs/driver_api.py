@@ -63,11 +63,15 @@ LOCAL = """
 
 
 class CudaError(Exception):
-    """A call failed; `code` is CUresult."""
+    """The call `name` failed; `code` is CUresult."""
 
     def __init__(self, name, code):
         super().__init__(f"{name}: CUDA error {code}")
-        self.code = code
+        self.name, self.code = name, code
+
+
+class Absent(Exception):
+    """This machine lacks what a program needs."""
 
 
 class Cuda:
@@ -88,7 +92,11 @@ class Cuda:
         self.must("cuCtxSetCurrent", self.context)
 
     def call(self, name, *arguments):
-        return getattr(self.lib, name)(*arguments)
+        try:
+            function = getattr(self.lib, name)
+        except AttributeError:
+            raise Absent(f"this driver has no {name}") from None
+        return function(*arguments)
 
     def must(self, name, *arguments):
         code = self.call(name, *arguments)
@@ -126,11 +134,24 @@ class Cuda:
         self.must("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         return function
 
-    def launch(self, function, *words, grid=1, block=1, stream=None):
-        """Launches a kernel whose parameters are 64-bit words; the result code."""
+    def prepared(self, function, *words, grid=1, block=1, stream=None):
+        """A function that launches a kernel whose parameters are 64-bit words, and returns the result code. All is converted
+        before, so that Python does not take longer for a launch than a short kernel for its work."""
         values = [ctypes.c_uint64(word) for word in words]
         pointers = (ctypes.c_void_p * max(1, len(values)))(*[ctypes.addressof(value) for value in values])
-        return self.call("cuLaunchKernel", function, grid, 1, 1, block, 1, 1, 0, stream, pointers, None)
+        shape = map(ctypes.c_uint, (grid, 1, 1, block, 1, 1, 0))
+        arguments = (function, *shape, stream, pointers, None)
+        launch = self.lib.cuLaunchKernel
+
+        # `values` are kept with it, because the driver reads them.
+        def now(_values=values):
+            return launch(*arguments)
+
+        return now
+
+    def launch(self, *arguments, **how):
+        """Launches a kernel; the result code."""
+        return self.prepared(*arguments, **how)()
 
     def must_launch(self, *arguments, **how):
         code = self.launch(*arguments, **how)
@@ -170,8 +191,29 @@ class Spin:
         self.function = cuda.kernel(SPIN.format(name=name), name)
         self.result = cuda.must_alloc(8).value
 
+    def prepared(self, stream=None):
+        return self.cuda.prepared(self.function, self.steps, self.result, stream=stream)
+
     def launch(self, stream=None, grid=1):
         self.cuda.must_launch(self.function, self.steps, self.result, grid=grid, stream=stream)
+
+
+def program(main):
+    """Runs a program with the command line's arguments. What the machine lacks is an answer, too."""
+    try:
+        main(*sys.argv[1:])
+    except Absent as why:
+        answer({"absent": str(why)})
+    except CudaError as error:
+        if error.code != NOT_SUPPORTED:
+            raise
+        answer({"absent": f"{error}: not supported"})
+
+
+def stage(name, cuda=None, **more):
+    """Prints a stage with the free memory by cuMemGetInfo, and waits, so that another process can read NVML."""
+    answer({"stage": name, "free": cuda.memory()[0] if cuda and cuda.context else None, **more})
+    sys.stdin.readline()
 
 
 def ready():

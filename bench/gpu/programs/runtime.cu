@@ -1,5 +1,6 @@
 // A program on NVIDIA's runtime, built by nvcc: allocates up to and beyond LIMIT bytes by three calls, and computes.
-// usage: runtime LIMIT. Prints the results as one line of JSON. Its exit code is 0 whatever they are.
+// usage: runtime LIMIT [wait]. Prints the results as one line of JSON. Its exit code is 0 whatever they are. With `wait` it keeps
+// its context until stdin has a line or has ended.
 
 #include <cstdio>
 
@@ -41,5 +42,7 @@ int main(int argc, char **argv) {
     printf("{\"version\": %d, \"info\": %d, \"total\": %llu, \"plain\": %d, \"managed\": %d, \"ordered\": %d, \"last\": %d, "
            "\"half\": %d, \"freed\": %d, \"small\": %d, \"launched\": %d, \"copied\": %d, \"sum\": %llu}\n",
            version, info, (unsigned long long)total, plain, managed, ordered, last, half, freed, small, launched, copied, sum);
+    fflush(stdout);
+    if (argc > 2) getchar();
     return 0;
 }

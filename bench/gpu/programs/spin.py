@@ -10,7 +10,7 @@ one completion to another, so that no launch is counted in part. It continues un
 import sys
 import time
 
-from driver_api import Cuda, Spin, answer, has_input, ready
+from driver_api import Cuda, CudaError, Spin, answer, has_input, ready
 
 # Microseconds of work between two checks of completion.
 BATCH = 20_000
@@ -23,14 +23,18 @@ def batches(cuda, spin, stream, micros, graph):
     executable = cuda.captured(stream, lambda: spin.launch(stream), graph) if graph else None
     events, done, issued = [cuda.event(), cuda.event()], 0, 0
     per_batch = max(1, count // graph) * graph if graph else count
+    launch = spin.prepared(stream)
 
     def issue():
         if graph:
             for _ in range(per_batch // graph):
                 cuda.must("cuGraphLaunch", executable, stream)
         else:
+            failed = 0
             for _ in range(per_batch):
-                spin.launch(stream)
+                failed |= launch()
+            if failed:
+                raise CudaError("cuLaunchKernel", failed)
         cuda.must("cuEventRecord", events[issued % 2], stream)
 
     issue()

@@ -7,13 +7,7 @@ Prints a line of JSON per stage: its name, and free memory by cuMemGetInfo where
 
 import sys
 
-from driver_api import LOCAL, NOTHING, Cuda, answer
-
-
-def stage(name, cuda=None, **more):
-    free = cuda.memory()[0] if cuda and cuda.context else None
-    answer({"stage": name, "free": free, **more})
-    sys.stdin.readline()
+from driver_api import LOCAL, NOTHING, Cuda, answer, stage
 
 
 def context():

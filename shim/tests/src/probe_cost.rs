@@ -16,6 +16,8 @@ pub const TOO_MUCH: u64 = 1 << 50;
 type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
 type Free = unsafe extern "C" fn(u64) -> u32;
 type Info = unsafe extern "C" fn(*mut u64, *mut u64) -> u32;
+type AllocAsync = unsafe extern "C" fn(*mut u64, u64, u64) -> u32;
+type FreeAsync = unsafe extern "C" fn(u64, u64) -> u32;
 type Launch = unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> u32;
 type Synchronize = unsafe extern "C" fn() -> u32;
 type Ask = unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
@@ -24,6 +26,8 @@ type Ask = unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64,
 struct Calls {
     alloc: Alloc,
     free: Free,
+    alloc_async: AllocAsync,
+    free_async: FreeAsync,
     info: Info,
     launch: Launch,
     synchronize: Synchronize,
@@ -46,6 +50,8 @@ pub fn cost(
         Calls {
             alloc: std::mem::transmute::<*mut c_void, Alloc>(find("cuMemAlloc_v2")),
             free: std::mem::transmute::<*mut c_void, Free>(find("cuMemFree_v2")),
+            alloc_async: std::mem::transmute::<*mut c_void, AllocAsync>(find("cuMemAllocAsync")),
+            free_async: std::mem::transmute::<*mut c_void, FreeAsync>(find("cuMemFreeAsync")),
             info: std::mem::transmute::<*mut c_void, Info>(find("cuMemGetInfo_v2")),
             launch: std::mem::transmute::<*mut c_void, Launch>(find("cuLaunchKernel")),
             synchronize: std::mem::transmute::<*mut c_void, Synchronize>(find("cuCtxSynchronize")),
@@ -56,6 +62,10 @@ pub fn cost(
     };
     let mut found = vec![
         ("alloc-free", calls.median(|| calls.alloc_and_free())),
+        (
+            "alloc-free-async",
+            calls.median(|| calls.alloc_and_free_async()),
+        ),
         ("refusal", calls.median(|| calls.refused(refused))),
         ("mem-info", calls.median(|| calls.mem_info())),
         ("proc-address", calls.median(|| calls.proc_address())),
@@ -118,6 +128,16 @@ impl Calls {
         let pointer = self.one_block();
         // SAFETY: allocated just now.
         assert_eq!(unsafe { (self.free)(pointer) }, 0, "cuMemFree");
+    }
+
+    fn alloc_and_free_async(&self) {
+        let mut pointer = 0;
+        // SAFETY: a place for a pointer, and the default stream.
+        let code = unsafe { (self.alloc_async)(&raw mut pointer, BLOCK, 0) };
+        assert_eq!(code, 0, "cuMemAllocAsync of {BLOCK} bytes");
+        // SAFETY: allocated just now.
+        let code = unsafe { (self.free_async)(pointer, 0) };
+        assert_eq!(code, 0, "cuMemFreeAsync");
     }
 
     fn refused(&self, bytes: u64) {
