@@ -357,7 +357,7 @@ fn a_tools_output_in_a_share_is_compared_with_that_without() {
 fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
     let machine = Machine::new("overrun");
     let before = machine.used();
-    let ran = machine.run("sizes,closed", &["--part-seconds", "8"]);
+    let ran = machine.run("sizes,faults", &["--part-seconds", "8"]);
     assert!(!ran.status.success());
     let part = machine.part("sizes");
     assert_eq!(part["status"], "failed");
@@ -365,7 +365,7 @@ fn a_part_that_exceeds_its_time_is_ended_and_keeps_its_rows() {
     assert!(rows.len() > 1, "the rows before are kept: {part}");
     let why = rows.last().unwrap()["why"].as_str().unwrap();
     assert!(why.contains("not ended after 8 s"), "{why}");
-    assert_eq!(machine.part("closed")["status"], "held", "the next one ran");
+    assert_eq!(machine.part("faults")["status"], "held", "the next one ran");
     machine.becomes_empty(before);
 }
 
@@ -464,7 +464,6 @@ fn a_driver_in_usr_local_nvidia_is_found() {
         until [ -e /run/nvidia-persistenced/socket ]; do sleep 0.01; done
         "$kit/bench/gpu/run" --quick --gpu 1 --memory 8 --results "$results" --only frameworks,ways
     "#;
-    // `tranche run` does not search the second one.
     for folder in ["lib64", "lib"] {
         let work = tempfile::tempdir().unwrap();
         let ran = common::on_a_machine_of_its_own(work.path(), script)
