@@ -17,6 +17,7 @@ impl Code {
     pub const INVALID_DEVICE: Self = Self(101);
     pub const INVALID_IMAGE: Self = Self(200);
     pub const INVALID_CONTEXT: Self = Self(201);
+    pub const NO_BINARY_FOR_GPU: Self = Self(209);
     pub const FILE_NOT_FOUND: Self = Self(301);
     pub const INVALID_HANDLE: Self = Self(400);
     pub const NOT_FOUND: Self = Self(500);

@@ -154,6 +154,10 @@ impl Device {
         }
     }
 
+    pub fn compute_capability(&self) -> [u32; 2] {
+        self.state.compute_capability
+    }
+
     /// Fails if the GPU has fallen off the bus, or after a fault of a kernel.
     pub fn check(&self) -> Result<(), Code> {
         self.check_present()?;

@@ -11,7 +11,7 @@
 //! **Faults.** A kernel whose name contains `sim_illegal_address` accesses memory that is not allocated, at its end.
 //!
 //! **Loading.** With [`Habit::LazyLoading`] an image takes memory in a context when the first of its kernels is launched
-//! there or the address of the first of its variables is asked for: the image's length for the code, and all its
+//! there or the address of the first of its variables is asked for: what the GPU's entry of the image takes, and all its
 //! variables. Without that habit code takes no memory, and a variable takes memory when its address is asked for.
 
 use std::collections::BTreeMap;
@@ -23,9 +23,10 @@ use tranche_simulator_machine::layout::Habit;
 
 use crate::code::Code;
 use crate::context::{Context, current};
+use crate::device::{Device, devices};
 use crate::driver::{driver, has};
 use crate::export::{get, put, put_wanted};
-use crate::image::{self, Image, Names};
+use crate::image::{self, Image};
 use crate::memory;
 use crate::object::{Handle, Kind, Object, StoredHandle};
 
@@ -129,13 +130,17 @@ pub fn is_eager() -> bool {
     std::env::var("CUDA_MODULE_LOADING").is_ok_and(|mode| mode == "EAGER")
 }
 
-/// Makes a module from an image.
+/// Makes a module from an image that is for at least one of the GPUs.
 ///
 /// # Safety
 /// As [`image::read`].
 pub unsafe fn create(image: *const c_void) -> Result<&'static Object<Module>, Code> {
     // SAFETY: the caller's contract.
     let image = unsafe { image::read(image)? };
+    let fits = |device: &Device| image.entry(device.compute_capability()).is_ok();
+    if !devices()?.iter().any(fits) {
+        return Err(Code::NO_BINARY_FOR_GPU);
+    }
     Ok(Object::create(Module {
         image,
         loaded: Mutex::default(),
@@ -159,6 +164,11 @@ pub fn load_if_eager(
     module: &'static Object<Module>,
     context: &'static Object<Context>,
 ) -> Result<Handle, Code> {
+    let gpu = context.device.compute_capability();
+    if let Err(code) = module.image.entry(gpu) {
+        module.unload();
+        return Err(code);
+    }
     if has(Habit::LazyLoading) && is_eager() {
         module.load(context).inspect_err(|_| {
             module.unload();
@@ -203,9 +213,7 @@ impl Object<Module> {
     /// A kernel by its name.
     pub fn function(&'static self, name: &CStr) -> Result<&'static Object<Function>, Code> {
         let text = name.to_str().map_err(|_| Code::NOT_FOUND)?;
-        if let Names::Listed(names) = &self.image.names
-            && !names.iter().any(|n| n == text)
-        {
+        if !self.image.has_kernel(text) {
             return Err(Code::NOT_FOUND);
         }
         let mut functions = self
@@ -248,10 +256,11 @@ impl Object<Module> {
         {
             return Ok(());
         }
-        for name in self.image.globals.keys() {
+        let entry = self.image.entry(context.device.compute_capability())?;
+        for name in entry.globals.keys() {
             self.variable(&mut loaded, context, name)?;
         }
-        let code = self.image.bytes.max(1);
+        let code = entry.bytes.max(1);
         context.load_code(code)?;
         Loaded::of(&mut loaded, context).code = code;
         Ok(())
@@ -264,7 +273,8 @@ impl Object<Module> {
         context: &'static Object<Context>,
         name: &str,
     ) -> Result<(u64, u64), Code> {
-        let bytes = *self.image.globals.get(name).ok_or(Code::NOT_FOUND)?;
+        let entry = self.image.entry(context.device.compute_capability())?;
+        let bytes = *entry.globals.get(name).ok_or(Code::NOT_FOUND)?;
         let variables = &mut Loaded::of(loaded, context).variables;
         if let Some((address, _)) = variables.get(name) {
             return Ok((*address, bytes));
@@ -277,10 +287,11 @@ impl Object<Module> {
     /// The address and size of a variable in the calling thread's context.
     pub fn global(&self, name: &CStr) -> Result<(u64, u64), Code> {
         let text = name.to_str().map_err(|_| Code::NOT_FOUND)?;
-        if !self.image.globals.contains_key(text) {
+        let context = current()?;
+        let entry = self.image.entry(context.device.compute_capability())?;
+        if !entry.globals.contains_key(text) {
             return Err(Code::NOT_FOUND);
         }
-        let context = current()?;
         if has(Habit::LazyLoading) {
             self.load(context)?;
         }
@@ -316,10 +327,7 @@ impl Object<Module> {
 
     /// The names of its kernels; none for an image that was not opened.
     pub fn names(&self) -> Vec<String> {
-        match &self.image.names {
-            Names::Listed(names) => names.clone(),
-            Names::Any => Vec::new(),
-        }
+        self.image.kernels()
     }
 }
 
