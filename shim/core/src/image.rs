@@ -1,10 +1,10 @@
 //! How much device memory a module needs, as far as its image shows it.
 //!
-//! An image is PTX, an ELF file for one architecture, or a fat binary of several of either. It
-//! contains the sizes of its variables and its code, but not how the driver lays them out. Code is
-//! loaded at its first use, unless the program loads everything at once (`CUDA_MODULE_LOADING`), so the
-//! size of the code is an upper bound. The driver compiles PTX: an instruction of 16 bytes has a longer
-//! text. Compressed entries of a fat binary show only their total size.
+//! An image is PTX, an ELF file for one architecture, or a fat binary of several of either, of which the
+//! driver loads one. It contains the sizes of its variables and its code, but not how the driver lays them
+//! out. Code is loaded at its first use, unless the program loads everything at once
+//! (`CUDA_MODULE_LOADING`), so the size of the code is an upper bound. The driver compiles PTX: an
+//! instruction of 16 bytes has a longer text. Compressed entries of a fat binary show only their total size.
 
 /// The needs of an image, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -16,10 +16,21 @@ pub struct Needs {
 }
 
 impl Needs {
-    fn larger(self, other: Self) -> Self {
+    /// The larger of each.
+    #[must_use]
+    pub fn larger(self, other: Self) -> Self {
         Self {
             data: self.data.max(other.data),
             code: self.code.max(other.code),
+        }
+    }
+
+    /// The sum of each.
+    #[must_use]
+    pub const fn plus(self, other: Self) -> Self {
+        Self {
+            data: self.data.saturating_add(other.data),
+            code: self.code.saturating_add(other.code),
         }
     }
 }
@@ -48,16 +59,12 @@ pub fn is_binary(magic: [u8; 4]) -> bool {
     kind(&start) != Kind::Text
 }
 
-/// The needs of an image in a file.
+/// The needs of an image in a file, on a device of an [architecture](of_fat_binary).
 #[must_use]
-pub fn of_file(image: &[u8]) -> Needs {
+pub fn of_file(image: &[u8], device: u64) -> Needs {
     match image.first_chunk().map(kind) {
-        Some(Kind::Elf) => {
-            let (at, length) = section_table(image);
-            let table = image.get(at..).unwrap_or(&[]);
-            of_sections(table.get(..length).unwrap_or(&[]))
-        }
-        Some(Kind::Fat(_)) => of_fat_binary(image),
+        Some(Kind::Elf) => of_elf(image).unwrap_or_default(),
+        Some(Kind::Fat(_)) => of_fat_binary(image, device),
         Some(Kind::Wrapper(_)) => Needs::default(),
         Some(Kind::Text) | None => of_text(image),
     }
@@ -116,43 +123,142 @@ pub fn of_sections(table: &[u8]) -> Needs {
     needs
 }
 
-/// The needs of a fat binary: those of its largest entry, because one entry is loaded.
+/// The needs of a whole ELF file; `None` if it ends before its section table does.
+fn of_elf(file: &[u8]) -> Option<Needs> {
+    let (at, length) = section_table(file);
+    let table = file.get(at..)?.get(..length)?;
+    (length > 0).then(|| of_sections(table))
+}
+
+/// The needs of a fat binary on a device of compute capability 9.0 (`device` is 90): those of the entry that the driver
+/// loads there. They are those of its largest entry if the device is unknown (0), if an entry is not as compilers write
+/// it, or if none is for the device.
 #[must_use]
-pub fn of_fat_binary(image: &[u8]) -> Needs {
-    const TEXT: u64 = 1;
-    const ELF: u64 = 2;
-    let mut needs = Needs::default();
-    let mut at = usize::try_from(word(image, 6, 2)).unwrap_or(0);
-    while let Some(entry) = image.get(at..).filter(|entry| entry.len() >= 64) {
-        let (kind, header, size) = (word(entry, 0, 2), word(entry, 4, 4), word(entry, 8, 8));
-        let (header, size) = (
-            usize::try_from(header).unwrap_or(usize::MAX),
-            usize::try_from(size).unwrap_or(usize::MAX),
-        );
-        let Some(end) = header.checked_add(size).filter(|end| *end > 0) else {
-            break;
-        };
-        let content = entry.get(header..end.min(entry.len())).unwrap_or(&[]);
-        let unpacked = word(entry, 56, 8);
-        needs = needs.larger(match kind {
-            _ if unpacked != 0 => Needs {
-                data: 0,
-                code: unpacked,
-            },
-            ELF => {
-                let (table, length) = section_table(content);
-                let table = content.get(table..).unwrap_or(&[]);
-                of_sections(table.get(..length).unwrap_or(&[]))
-            }
-            TEXT => of_text(content),
-            _ => Needs::default(),
-        });
-        let Some(next) = at.checked_add(end) else {
-            break;
-        };
-        at = next;
+pub fn of_fat_binary(image: &[u8], device: u64) -> Needs {
+    let header = usize::try_from(word(image, 6, 2)).unwrap_or(0);
+    let mut rest = image.get(header..).unwrap_or(&[]);
+    let mut is_known = device > 0
+        && word(image, 4, 2) == 1
+        && header == START
+        && word(image, 8, 8) == rest.len() as u64;
+    let mut largest = Needs::default();
+    let (mut machine_code, mut text) = (None, None);
+    while rest.len() >= LEAST_ENTRY {
+        let (entry, after) = FatEntry::read(rest);
+        largest = largest.larger(entry.needs);
+        is_known &= entry.is_known && after.is_some();
+        if entry.runs_on(device) {
+            let best = if entry.kind == ELF {
+                &mut machine_code
+            } else {
+                &mut text
+            };
+            *best = Some(entry.or_better(*best));
+        }
+        rest = after.unwrap_or(&[]);
     }
-    needs
+    match machine_code.or(text) {
+        Some(chosen) if is_known && rest.is_empty() => Needs {
+            // A compressed entry does not show its variables; the others have the same.
+            data: if chosen.is_compressed {
+                largest.data
+            } else {
+                chosen.needs.data
+            },
+            code: chosen.needs.code,
+        },
+        _ => largest,
+    }
+}
+
+/// Bytes of the shortest header of an entry.
+const LEAST_ENTRY: usize = 64;
+
+/// The kinds of entries: PTX, and machine code in an ELF file.
+const TEXT: u64 = 1;
+const ELF: u64 = 2;
+
+/// An entry of a fat binary.
+#[derive(Clone, Copy)]
+struct FatEntry {
+    kind: u64,
+    /// 90 for compute capability 9.0.
+    architecture: u64,
+    flags: u64,
+    is_compressed: bool,
+    needs: Needs,
+    /// Whether it is as compilers write it.
+    is_known: bool,
+}
+
+impl FatEntry {
+    /// Compressed by LZ4 or by zstd.
+    const COMPRESSED: u64 = 0x2000 | 0x8000;
+    /// For devices of exactly its architecture: `sm_90a`, `compute_90a`.
+    const SPECIFIC: u64 = 0x10_0000;
+    /// For devices of its family: `sm_100f`, `compute_100f`.
+    const FAMILY: u64 = 0x20_0000;
+    /// 64 bits, debug, Linux, and the form of ELF files since architecture 100.
+    const OTHERS: u64 = 0x1 | 0x2 | 0x10 | 0x100_0000;
+
+    /// The first entry of `bytes`, which has at least [`LEAST_ENTRY`], and what follows it, if it is whole.
+    fn read(bytes: &[u8]) -> (Self, Option<&[u8]>) {
+        let length = |at, length| usize::try_from(word(bytes, at, length)).unwrap_or(usize::MAX);
+        let (kind, flags, unpacked) = (word(bytes, 0, 2), word(bytes, 40, 8), word(bytes, 56, 8));
+        let header = length(4, 4);
+        let end = header.saturating_add(length(8, 8));
+        let content = bytes.get(header..end.min(bytes.len())).unwrap_or(&[]);
+        let is_compressed = flags & Self::COMPRESSED != 0;
+        let read = match kind {
+            TEXT | ELF if is_compressed => (unpacked > 0).then(Needs::default),
+            ELF => of_elf(content),
+            TEXT => Some(of_text(content)),
+            _ => None,
+        };
+        let known = Self::COMPRESSED | Self::SPECIFIC | Self::FAMILY | Self::OTHERS;
+        let unpacked = Needs {
+            data: 0,
+            code: unpacked,
+        };
+        let entry = Self {
+            kind,
+            architecture: word(bytes, 28, 4),
+            flags,
+            is_compressed,
+            needs: read.unwrap_or_default().larger(unpacked),
+            is_known: read.is_some()
+                && word(bytes, 2, 2) == 0x101
+                && header >= LEAST_ENTRY
+                && flags & !known == 0,
+        };
+        (entry, bytes.get(end..).filter(|_| end > 0))
+    }
+
+    /// Machine code is for later devices of the same major architecture, too, and PTX for all later ones.
+    fn runs_on(&self, device: u64) -> bool {
+        let is_major = self.architecture / 10 == device / 10;
+        if self.flags & Self::SPECIFIC != 0 {
+            self.architecture == device
+        } else if self.kind == ELF || self.flags & Self::FAMILY != 0 {
+            is_major && self.architecture <= device
+        } else {
+            self.architecture <= device
+        }
+    }
+
+    /// This entry, or another one that is for a later architecture. It is unknown which one the driver prefers of those
+    /// for the same, so their needs are the larger.
+    fn or_better(self, other: Option<Self>) -> Self {
+        match other {
+            Some(other) if other.architecture > self.architecture => other,
+            Some(other) if other.architecture == self.architecture => Self {
+                is_compressed: self.is_compressed || other.is_compressed,
+                needs: self.needs.larger(other.needs),
+                ..self
+            },
+            _ => self,
+        }
+    }
 }
 
 /// The needs of PTX: its length as code, and its variables, `.global .align 4 .v2 .b8 name[16];`. A size that is not a
@@ -274,7 +380,7 @@ mod tests {
         assert_eq!(kind(file[..START].try_into().unwrap()), Kind::Elf);
         let (at, length) = section_table(&file[..ELF_HEADER]);
         assert_eq!(of_sections(&file[at..at + length]), NEEDS);
-        assert_eq!(of_file(&file), NEEDS);
+        assert_eq!(of_file(&file, 0), NEEDS);
     }
 
     #[test]
@@ -312,45 +418,209 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_fat_binary_needs_its_largest_entry() {
-        let text = b".global .b8 small[100];\0".to_vec();
-        let entry = |kind: u8, content: &[u8], unpacked: u64| {
-            let mut entry = std::vec![0; 64];
-            (entry[0], entry[4]) = (kind, 64);
-            entry[8..16].copy_from_slice(&(content.len() as u64).to_le_bytes());
-            entry[56..].copy_from_slice(&unpacked.to_le_bytes());
-            entry.extend(content);
-            entry
-        };
-        let content = [
-            entry(1, &text, 0),
-            entry(2, &elf(), 0),
-            entry(2, &[1; 8], 1 << 20),
-        ]
-        .concat();
+    /// The flags of compressed entries, of `sm_90a` and of `sm_100f`.
+    const LZ4: u64 = 0x2000;
+    const ZSTD: u64 = 0x8000;
+    const SPECIFIC: u64 = 0x10_0000;
+    const FAMILY: u64 = 0x20_0000;
+
+    /// An entry as NVIDIA's `fatbinary` of CUDA 13.0 writes it.
+    fn entry(kind: u8, architecture: u32, flags: u64, content: &[u8], unpacked: u64) -> Vec<u8> {
+        let mut entry = std::vec![0; 64];
+        (entry[0], entry[2], entry[3], entry[4]) = (kind, 1, 1, 64);
+        entry[8..16].copy_from_slice(&(content.len() as u64).to_le_bytes());
+        entry[28..32].copy_from_slice(&architecture.to_le_bytes());
+        entry[40..48].copy_from_slice(&(flags | 0x11).to_le_bytes());
+        entry[56..].copy_from_slice(&unpacked.to_le_bytes());
+        entry.extend(content);
+        entry
+    }
+
+    fn fat(entries: &[Vec<u8>]) -> Vec<u8> {
+        let content = entries.concat();
         let mut image = std::vec![0x50, 0xed, 0x55, 0xba, 1, 0, 16, 0];
         image.extend((content.len() as u64).to_le_bytes());
         image.extend(content);
+        image
+    }
+
+    /// Compressed machine code of so many bytes.
+    fn packed(architecture: u32, flags: u64, unpacked: u64) -> Vec<u8> {
+        entry(2, architecture, flags | ZSTD, &[1; 8], unpacked)
+    }
+
+    fn text(architecture: u32, flags: u64, unpacked: u64) -> Vec<u8> {
+        entry(1, architecture, flags | LZ4, &[1; 8], unpacked)
+    }
+
+    #[test]
+    fn a_fat_binary_needs_the_entry_that_the_driver_loads() {
+        let image = fat(&[
+            text(75, 0, 7_500),
+            packed(80, 0, 80),
+            packed(86, 0, 86),
+            packed(90, 0, 90),
+            text(90, SPECIFIC, 9_000),
+            packed(100, FAMILY, 100),
+            packed(103, SPECIFIC, 103),
+            text(110, FAMILY, 11_000),
+            text(120, 0, 12_000),
+        ]);
+        for (device, code) in [
+            (75, 7_500),
+            (80, 80),
+            (86, 86),
+            // Machine code for an earlier device of the same major architecture before PTX, also before PTX for a later one.
+            (89, 86),
+            (90, 90),
+            (100, 100),
+            (103, 103),
+            (104, 100),
+            // The family's PTX is for no other major architecture.
+            (110, 11_000),
+            (115, 11_000),
+            (120, 12_000),
+            (121, 12_000),
+            (130, 12_000),
+            // Nothing is for it, or it is unknown.
+            (70, 12_000),
+            (0, 12_000),
+        ] {
+            assert_eq!(of_fat_binary(&image, device).code, code, "{device}");
+        }
+        assert_eq!(of_file(&image, 90).code, 90);
+    }
+
+    #[test]
+    fn entries_for_the_same_architecture_count_as_the_larger() {
+        let [both, reversed] = [[90, 95], [95, 90]].map(|[plain, specific]| {
+            fat(&[
+                packed(90, 0, plain),
+                packed(90, SPECIFIC, specific),
+                packed(80, 0, 100),
+            ])
+        });
+        assert_eq!(of_fat_binary(&both, 90).code, 95);
+        assert_eq!(of_fat_binary(&reversed, 90).code, 95);
+    }
+
+    /// The variables that a compressed entry does not show, another entry may show.
+    #[test]
+    fn variables_of_a_compressed_entry_are_those_of_the_others() {
+        let small = b".global .b8 small[100];\0";
+        let image = fat(&[
+            entry(1, 75, 0, small, 0),
+            packed(90, 0, 4096),
+            entry(2, 80, 0, &elf(), 0),
+        ]);
+        let of_compressed = Needs {
+            data: NEEDS.data,
+            code: 4096,
+        };
+        assert_eq!(of_fat_binary(&image, 90), of_compressed);
+        assert_eq!(of_fat_binary(&image, 86), NEEDS);
+        let of_text = Needs {
+            data: 100,
+            code: small.len() as u64,
+        };
+        assert_eq!(of_fat_binary(&image, 75), of_text);
+    }
+
+    #[test]
+    fn a_fat_binary_that_is_not_understood_needs_its_largest_entry() {
+        let entries = [packed(75, 0, 1 << 20), packed(90, 0, 4096)];
+        let image = fat(&entries);
+        assert_eq!(of_fat_binary(&image, 90).code, 4096);
+        let with = |at: usize, byte: u8| {
+            let mut image = image.clone();
+            image[at] = byte;
+            image
+        };
+        let first = START;
+        for (what, image) in [
+            ("its version", with(4, 2)),
+            ("its header", with(6, 17)),
+            ("its length", with(8, 0)),
+            ("a kind", with(first, 16)),
+            ("an entry's version", with(first + 2, 2)),
+            ("an entry's header", with(first + 4, 63)),
+            ("a flag", with(first + 40, 0x31)),
+            ("an entry beyond the end", with(first + 64 + 8 + 8, 9)),
+            (
+                "bytes after the last entry",
+                fat(&[entries.concat(), std::vec![0; 8]]),
+            ),
+            (
+                "an ELF file without sections",
+                fat(&[entries.concat(), entry(2, 90, 0, &[0; 64], 0)]),
+            ),
+        ] {
+            let needs = of_fat_binary(&image, 90);
+            assert_eq!(needs, of_fat_binary(&image, 0), "{what}");
+            assert!(needs.code >= 4096, "{what}: {needs:?}");
+        }
+        // A size beside content that is not compressed does not make it smaller.
+        let lie = fat(&[entry(2, 90, 0, &elf(), 1)]);
+        assert_eq!(of_fat_binary(&lie, 90), NEEDS);
+    }
+
+    #[test]
+    fn a_wrapper_is_recognized() {
+        let image = fat(&[]);
         assert_eq!(
             kind(image[..START].try_into().unwrap()),
             Kind::Fat(image.len())
         );
-        let expected = Needs {
-            code: 1 << 20,
-            ..NEEDS
-        };
-        assert_eq!(of_fat_binary(&image), expected);
         let mut wrapper = [0; START];
         wrapper[..4].copy_from_slice(&0x4662_43b1u32.to_le_bytes());
         wrapper[8] = 7;
         assert_eq!(kind(&wrapper), Kind::Wrapper(7));
     }
 
+    prop_compose! {
+        fn any_entry()(
+            kind in 0..4u8,
+            architecture in 70..130u32,
+            flags in prop::sample::select(std::vec![0, SPECIFIC, FAMILY, LZ4, ZSTD, 0x4000]),
+            content in prop_oneof![Just(elf()), Just(b".global .u32 a;".to_vec()), any::<Vec<u8>>()],
+            unpacked in prop_oneof![Just(0), any::<u64>()],
+        ) -> Vec<u8> {
+            entry(kind, architecture, flags, &content, unpacked)
+        }
+    }
+
     proptest! {
         #[test]
-        fn any_bytes_are_read(bytes: Vec<u8>, start: [u8; START]) {
-            let _ = (is_binary([start[0]; 4]), of_file(&bytes), kind(&start), section_table(&bytes), of_sections(&bytes), of_fat_binary(&bytes), of_text(&bytes));
+        fn any_bytes_are_read(bytes: Vec<u8>, start: [u8; START], device in 0..200u64) {
+            let _ = (is_binary([start[0]; 4]), of_file(&bytes, device), kind(&start), section_table(&bytes), of_sections(&bytes), of_fat_binary(&bytes, device), of_text(&bytes));
+        }
+
+        /// Whatever is changed in a fat binary, or cut off: it needs no more than its largest entry, and as much as an
+        /// entry, or all that there is.
+        #[test]
+        fn no_fat_binary_needs_more_than_its_largest_entry_or_less_than_its_smallest(
+            entries in prop::collection::vec(any_entry(), 0..5),
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+            length in any::<prop::sample::Index>(),
+            is_cut: bool,
+            device in 0..200u64,
+        ) {
+            let mut image = fat(&entries);
+            for (at, byte) in changes {
+                let at = at.index(image.len());
+                image[at] = byte;
+            }
+            if is_cut {
+                image.truncate(length.index(image.len()));
+            }
+            let (needs, largest) = (of_fat_binary(&image, device), of_fat_binary(&image, 0));
+            prop_assert_eq!(needs.larger(largest), largest);
+            let alone = |nth: usize| of_fat_binary(&fat(&entries[nth..=nth]), 0).code;
+            if let Some(least) = (0..entries.len()).map(alone).min()
+                && image == fat(&entries)
+            {
+                prop_assert!(needs.code >= least);
+            }
         }
     }
 }

@@ -331,7 +331,7 @@ pub fn let_go(process: &Process, held: Id) {
     process.note_physical(|physical, freed| physical.let_go(held, freed));
 }
 
-/// The device number of a library's entry: the driver loads the library into every context, also into later ones.
+/// The device number of a library's entry: it is charged on every device that has a context.
 pub const EVERY_DEVICE: u8 = u8::MAX;
 
 /// Which memory of a module or library a key stands for.
@@ -349,11 +349,22 @@ fn state_of(key: u64) -> Option<State> {
 
 /// Gives back the charge of the variables or the code of a module or library.
 fn return_module_charge(process: &Process, state: State, entry: Entry) {
-    let is_charged = |device: &&Device| {
-        device.is_capped() && (entry.device == EVERY_DEVICE || entry.device == device.number)
+    let devices = if entry.device == EVERY_DEVICE {
+        process
+            .libraries
+            .with(|libraries| libraries.remove(state, entry.bytes))
+    } else {
+        process.device_numbered(entry.device).map_or(0, Device::bit)
     };
-    for device in process.devices().filter(is_charged) {
-        settle::lower_floor(process, state, device, entry.bytes);
+    lower_floors(process, state, entry.bytes, devices);
+}
+
+/// Gives back the charge of variables or code on the devices whose bits are set.
+pub fn lower_floors(process: &Process, state: State, bytes: u64, devices: u64) {
+    for device in process.devices() {
+        if bytes > 0 && device.is_capped() && devices & device.bit() != 0 {
+            settle::lower_floor(process, state, device, bytes);
+        }
     }
 }
 

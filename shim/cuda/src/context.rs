@@ -14,10 +14,11 @@ use tranche_shim_core::{Entry, Physical};
 use crate::abi::{CUcontext, CUdevice, CUresult};
 use crate::array;
 use crate::charge::{Reserved, note, return_charge};
-use crate::contexts::{Ending, Endings};
+use crate::contexts::{Ending, Endings, has_primary};
 use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
+use crate::loading;
 use crate::local;
 use crate::process::{self, Process};
 use crate::settle;
@@ -55,16 +56,20 @@ fn make_charged(context: *mut CUcontext, device: CUdevice, driver: Call<'_>) -> 
     result
 }
 
-/// How much a context takes of a device; `None` if nothing is charged for it.
+/// Reserves what a context takes of a device, and charges the libraries there; `None` if nothing is charged for the
+/// context.
 fn reserve(device: CUdevice) -> Result<Option<Reserved>, CUresult> {
     let process = process::current()?;
-    match process.device(device) {
-        Some(device) if device.is_capped() && device.context > 0 => {
-            Reserved::new(process, device, device.context, device.context).map(Some)
-        }
+    let Some(device) = process.device(device).filter(|device| device.is_capped()) else {
         // The driver refuses a device that does not exist.
-        _ => Ok(None),
-    }
+        return Ok(None);
+    };
+    let reserved = match device.context {
+        0 => None,
+        bytes => Some(Reserved::new(process, device, bytes, bytes)?),
+    };
+    loading::reach(process, device)?;
+    Ok(reserved)
 }
 
 /// A call that retains a device's primary context, and creates it if there is none. The handle is null if the driver does
@@ -365,19 +370,6 @@ fn forget(process: &'static Process, context: u64, ending: Ending) {
 /// A key for a device's handle, which may be 0.
 fn device_key(device: CUdevice) -> u64 {
     u64::from(device.unsigned_abs()) + 1
-}
-
-fn has_primary(device: CUdevice) -> bool {
-    let (mut flags, mut active) = (0, 0);
-    // SAFETY: writes to the local numbers.
-    let result = unsafe {
-        real!(cuDevicePrimaryCtxGetState: fn(CUdevice, *mut u32, *mut i32))(
-            device,
-            &raw mut flags,
-            &raw mut active,
-        )
-    };
-    result.is_ok() && active != 0
 }
 
 /// The primary context's handle, if there is one: from the program's call, or by retaining it once more, which the driver

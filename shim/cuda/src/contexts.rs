@@ -8,8 +8,9 @@ use tranche_shim_core::physical::Mark;
 use tranche_shim_core::table::stamped;
 use tranche_shim_runtime::lock::Guarded;
 
-use crate::abi::CUcontext;
+use crate::abi::{CUcontext, CUdevice};
 use crate::device::Device;
+use crate::driver::real;
 use crate::stream::current_context;
 
 /// A process's contexts. All zeros means none.
@@ -80,4 +81,18 @@ impl Contexts {
     pub fn current(&self) -> u64 {
         self.stamp(current_context())
     }
+}
+
+/// Whether a device has a primary context.
+pub fn has_primary(device: CUdevice) -> bool {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: writes to the local numbers.
+    let result = unsafe {
+        real!(cuDevicePrimaryCtxGetState: fn(CUdevice, *mut u32, *mut i32))(
+            device,
+            &raw mut flags,
+            &raw mut active,
+        )
+    };
+    result.is_ok() && active != 0
 }

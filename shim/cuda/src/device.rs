@@ -29,6 +29,8 @@ pub struct Device {
     pub shares: u64,
     /// Percent of its time that these shares have together; 0 for all of it.
     pub cores: u8,
+    /// For which the driver loads machine code: 90 for compute capability 9.0; 0 if it is unknown.
+    pub architecture: u64,
     /// Whether its driver can move managed memory to the host and back.
     moves_managed: bool,
     /// Where its ordinary allocations lie: movable if all of its shares are oversubscribed.
@@ -379,16 +381,29 @@ fn block_of(handle: CUdevice) -> u64 {
 /// has. Otherwise the driver moves all of it to the device at each launch.
 fn moves_managed(handle: CUdevice) -> bool {
     const CONCURRENT_MANAGED_ACCESS: u32 = 89;
-    let mut moves = 0;
+    attribute(handle, CONCURRENT_MANAGED_ACCESS) == Some(1)
+}
+
+/// The architecture of a device; 0 if the driver ignores machine code and compiles the PTX.
+fn architecture_of(handle: CUdevice) -> u64 {
+    const MAJOR: u32 = 75;
+    const MINOR: u32 = 76;
+    let compiles = [c"CUDA_FORCE_PTX_JIT", c"CUDA_FORCE_JIT"];
+    let compiles = compiles.iter().any(|name| !sys::environment_is(name, None));
+    match attribute(handle, MAJOR).zip(attribute(handle, MINOR)) {
+        Some((major, minor)) if !compiles => u64::from(major) * 10 + u64::from(minor),
+        _ => 0,
+    }
+}
+
+/// What the driver says about a device; `None` if it does not know that attribute.
+fn attribute(handle: CUdevice, attribute: u32) -> Option<u32> {
+    let mut value = 0;
     // SAFETY: writes to the local number.
     let result = unsafe {
-        real!(cuDeviceGetAttribute: fn(*mut i32, u32, CUdevice))(
-            &raw mut moves,
-            CONCURRENT_MANAGED_ACCESS,
-            handle,
-        )
+        real!(cuDeviceGetAttribute: fn(*mut i32, u32, CUdevice))(&raw mut value, attribute, handle)
     };
-    result.is_ok() && moves == 1
+    result.is_ok().then_some(value.unsigned_abs())
 }
 
 impl Device {
@@ -403,6 +418,7 @@ impl Device {
             context: 0,
             shares: 0,
             cores: 0,
+            architecture: architecture_of(handle),
             moves_managed: moves_managed(handle),
             residence: Residence::Movable,
         }
@@ -426,6 +442,11 @@ impl Device {
             _ => 0,
         };
         self.cores = if sum < 100 { sum } else { 0 };
+    }
+
+    /// Its bit in a set of devices.
+    pub fn bit(&self) -> u64 {
+        1 << (self.number % 64)
     }
 
     /// The most that an allocation of `bytes` takes of the device: whole blocks.

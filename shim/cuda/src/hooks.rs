@@ -16,7 +16,7 @@ use crate::kernel::Kernel;
 use crate::launch;
 use crate::managed;
 use crate::memory::{Asked, Rows};
-use crate::module::{self, Within};
+use crate::module::{self, NO_OPTIONS, Within};
 use crate::settle::settle_after;
 use crate::stream::{Stream, own};
 use crate::{
@@ -193,9 +193,9 @@ hooks! {
     fn cuLibraryEnumerateKernels(kernels: *mut CUfunction, count: u32, library: usize) |driver| lookup::list_kernels(kernels, count, driver);
     fn cuLibraryGetKernel(kernel: *mut CUfunction, library: usize, name: *const c_char) |driver| lookup::find_library_kernel(kernel, name, driver);
     fn cuLibraryLoadData(library: *mut usize, image: *const u8, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
-        |driver| module::load(library, image, Within::Process, driver);
+        |driver| module::load(library, image, Within::Process, (jit.cast(), jit_count), driver);
     fn cuLibraryLoadFromFile(library: *mut usize, path: *const c_char, jit: *mut c_void, jit_values: *mut c_void, jit_count: u32, options: *mut c_void, values: *mut c_void, count: u32)
-        |driver| module::load_file(library, path, Within::Process, driver);
+        |driver| module::load_file(library, path, Within::Process, (jit.cast(), jit_count), driver);
     fn cuLibraryUnload(library: usize) |driver| module::unload(library, driver);
     fn cuMemAlloc(pointer: *mut CUdeviceptr_v1, bytes: u32)
         |driver| memory::allocate(Asked::Device, u64::from(bytes), pointer, driver);
@@ -263,11 +263,11 @@ hooks! {
         |driver| array::make(array, mipmap(shape, levels), driver);
     fn cuMipmappedArrayDestroy(array: CUarray) |driver| array::end(array, driver);
     fn cuModuleGetFunction(function: *mut CUfunction, module: usize, name: *const c_char) |driver| lookup::find_kernel(function, name, driver);
-    fn cuModuleLoad(module: *mut usize, path: *const c_char) |driver| module::load_file(module, path, Within::Context, driver);
-    fn cuModuleLoadData(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, driver);
+    fn cuModuleLoad(module: *mut usize, path: *const c_char) |driver| module::load_file(module, path, Within::Context, NO_OPTIONS, driver);
+    fn cuModuleLoadData(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, NO_OPTIONS, driver);
     fn cuModuleLoadDataEx(module: *mut usize, image: *const u8, count: u32, options: *mut c_void, values: *mut c_void)
-        |driver| module::load(module, image, Within::Context, driver);
-    fn cuModuleLoadFatBinary(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, driver);
+        |driver| module::load(module, image, Within::Context, (options.cast(), count), driver);
+    fn cuModuleLoadFatBinary(module: *mut usize, image: *const u8) |driver| module::load(module, image, Within::Context, NO_OPTIONS, driver);
     fn cuModuleUnload(module: usize) |driver| module::unload(module, driver);
     fn cuMulticastBindAddr(object: CUmemGenericAllocationHandle, offset: usize, address: CUdeviceptr, bytes: usize, flags: u64)
         |driver| multicast::bind_address(object, offset, address, driver);

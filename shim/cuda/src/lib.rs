@@ -21,12 +21,12 @@
 //!    `stream` (streams, and a thread's current context);
 //! 2. shares and the process: `keys` (the numbers under which handles are noted), `kernel` (what is launched), `device`
 //!    (GPUs, and slots in accounts), `measure` (how long launches take), `launches`, `fitting` (kernels whose local memory
-//!    is charged), `driver_pools` (pools and other memory that the driver keeps), `contexts`, `ends` (calls that end what
-//!    is charged), `mps` (this process as a client of MPS), `process` (this process, also after a fork), `collective`
+//!    is charged), `driver_pools` (pools and other memory that the driver keeps), `contexts`, `libraries`, `ends` (calls
+//!    that end what is charged), `mps` (this process as a client of MPS), `process` (this process, also after a fork), `collective`
 //!    (kernels and graphs that never wait);
 //! 3. charging: `device_shares` (reserving from a device's shares), `exports` (descriptors that keep memory), `settle`
 //!    (asking the driver what it keeps), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
-//!    what the driver keeps);
+//!    what the driver keeps), `loading` (what modules and libraries need);
 //! 4. one file per family: `ipc`, `managed` (memory that the driver may move to the host), `memory`, `local` (the local
 //!    memory that kernels need), `vmm`, `dma_buf`, `multicast`, `array`, `graph`, `pool`, `module`, `context`, `capture`,
 //!    `lookup` (of kernels), `launch`;
@@ -74,6 +74,8 @@ mod kernel;
 mod keys;
 mod launch;
 mod launches;
+mod libraries;
+mod loading;
 mod local;
 mod lookup;
 mod managed;

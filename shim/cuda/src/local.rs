@@ -20,6 +20,7 @@ use crate::charge::{Reserved, note};
 use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
+use crate::loading;
 use crate::process::Process;
 use crate::stream::{current_context, relaxed, within};
 
@@ -49,6 +50,7 @@ pub fn ensure(
         fitting.note(fit);
         return Ok(());
     }
+    loading::reach(process, device)?;
     let is_kernel = process
         .pointers
         .get(key(Kind::Kernel, handle as u64))

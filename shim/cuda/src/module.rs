@@ -4,7 +4,8 @@
 //! The driver does not say how much, so the sizes in the image (`tranche_shim_core::image`) are charged when
 //! the module is loaded: its variables, and all of its code. Most drivers load a kernel's code at its first
 //! use, in any of many calls, when there may be no room any more. The variables of all modules share blocks,
-//! and so does their code; so each of the two sums is rounded up.
+//! and so does their code; so each of the two sums is rounded up. A library is charged on the devices that
+//! have a context ([`crate::libraries`]).
 
 use core::ffi::{CStr, c_char};
 
@@ -16,34 +17,9 @@ use crate::abi::CUresult;
 use crate::charge::{self, EVERY_DEVICE, note, return_charge};
 use crate::device::Device;
 use crate::driver::Call;
-use crate::driver_pools::State;
 use crate::keys::{Kind, key};
-use crate::pool_allocator::PoolAllocator;
+use crate::loading::{self, raise};
 use crate::process::{self, Process};
-
-/// Loads an image from the program's memory into the current context, or into all contexts (a library).
-pub fn load(module: *mut usize, image: *const u8, within: Within, driver: Call<'_>) -> CUresult {
-    if module.is_null() || image.is_null() {
-        return driver.make();
-    }
-    // SAFETY: not null, and an image that the driver reads next.
-    charge(module, unsafe { needs_of(image) }, within, driver)
-}
-
-/// The same with an image in a file.
-pub fn load_file(
-    module: *mut usize,
-    path: *const c_char,
-    within: Within,
-    driver: Call<'_>,
-) -> CUresult {
-    if module.is_null() || path.is_null() {
-        return driver.make();
-    }
-    // SAFETY: not null, and a C string, which the driver reads next.
-    let needs = needs_of_file(unsafe { CStr::from_ptr(path) }).unwrap_or_default();
-    charge(module, needs, within, driver)
-}
 
 /// What a handle belongs to.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -54,78 +30,123 @@ pub enum Within {
     Process,
 }
 
-fn charge(module: *mut usize, needs: Needs, within: Within, driver: Call<'_>) -> CUresult {
+/// The options for the driver's compiler: where they are, and how many.
+pub type Options = (*const u32, u32);
+
+pub const NO_OPTIONS: Options = (core::ptr::null(), 0);
+
+/// Whether options say for which architecture the driver loads, or from what.
+fn decide_what_is_loaded(options: Options) -> bool {
+    const TARGET: u32 = 9;
+    const FALLBACK_STRATEGY: u32 = 10;
+    let (first, count) = options;
+    let is_choice = |nth| {
+        // SAFETY: the driver reads as many options next.
+        let option = unsafe { first.add(nth).read() };
+        matches!(option, TARGET | FALLBACK_STRATEGY)
+    };
+    !first.is_null() && (0..count as usize).any(is_choice)
+}
+
+/// Loads an image from the program's memory.
+pub fn load(
+    module: *mut usize,
+    image: *const u8,
+    within: Within,
+    options: Options,
+    driver: Call<'_>,
+) -> CUresult {
+    if module.is_null() || image.is_null() {
+        return driver.make();
+    }
+    // SAFETY: not null, and an image that the driver reads next.
+    let needs = |device| unsafe { needs_of(image, device) };
+    charge(module, &needs, within, options, driver)
+}
+
+/// The same with an image in a file.
+pub fn load_file(
+    module: *mut usize,
+    path: *const c_char,
+    within: Within,
+    options: Options,
+    driver: Call<'_>,
+) -> CUresult {
+    if module.is_null() || path.is_null() {
+        return driver.make();
+    }
+    // SAFETY: not null, and a C string, which the driver reads next.
+    let path = unsafe { CStr::from_ptr(path) };
+    let needs = |device| needs_of_file(path, device).unwrap_or_default();
+    charge(module, &needs, within, options, driver)
+}
+
+/// `needs` is what the image needs on a device of an architecture.
+fn charge(
+    module: *mut usize,
+    needs: &dyn Fn(u64) -> Needs,
+    within: Within,
+    options: Options,
+    driver: Call<'_>,
+) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
         Err(code) => return code,
     };
-    if needs == Needs::default() {
-        return driver.make();
+    let is_known = !decide_what_is_loaded(options);
+    let needs_on = |device: &Device| needs(if is_known { device.architecture } else { 0 });
+    if within == Within::Process {
+        return loading::load_library(process, &needs_on, &|needs, devices| {
+            let entry = Entry {
+                bytes: 0,
+                device: EVERY_DEVICE,
+                context: 0,
+            };
+            charge_on(process, module, needs, devices, entry, driver)
+        });
     }
-    let (device, context) = match within {
-        Within::Process => (EVERY_DEVICE, 0),
-        Within::Context => match process.current_device() {
-            Ok(device) => (device.number, process.contexts.current()),
-            // There is no context: the driver returns the error.
-            Err(CUresult::INVALID_CONTEXT) => return driver.make(),
-            Err(code) => return code,
-        },
-    };
-    let charges = [
-        (State::Modules, Kind::Module, needs.data),
-        (State::Code, Kind::Code, needs.code),
-    ];
-    let [of_data, of_code] = charges.map(|(state, _, bytes)| Floor {
-        state,
-        entry: device,
-        bytes,
-    });
-    let with_code = || raise(process, of_code, 0, driver);
-    let result = raise(process, of_data, 0, Call::of(&with_code));
+    match process.current_capped() {
+        Ok(Some(device)) => {
+            let entry = Entry {
+                bytes: 0,
+                device: device.number,
+                context: process.contexts.current(),
+            };
+            charge_on(
+                process,
+                module,
+                needs_on(device),
+                device.bit(),
+                entry,
+                driver,
+            )
+        }
+        // If there is no context, the driver returns the error.
+        Ok(None) | Err(CUresult::INVALID_CONTEXT) => driver.make(),
+        Err(code) => code,
+    }
+}
+
+/// Charges the devices whose bits are set, and loads. `entry` is how the charge is noted.
+fn charge_on(
+    process: &'static Process,
+    module: *mut usize,
+    needs: Needs,
+    devices: u64,
+    entry: Entry,
+    driver: Call<'_>,
+) -> CUresult {
+    let result = raise(process, needs, devices, driver);
     if result.is_ok() {
         // SAFETY: not null, and the driver has just written to it.
         let module = unsafe { module.read() };
-        for (_, kind, bytes) in charges.into_iter().filter(|(_, _, bytes)| *bytes > 0) {
-            let entry = Entry {
-                bytes,
-                device,
-                context,
-            };
-            note(process, key(kind, module as u64), entry);
+        for (kind, bytes) in [(Kind::Module, needs.data), (Kind::Code, needs.code)] {
+            if bytes > 0 {
+                note(process, key(kind, module as u64), Entry { bytes, ..entry });
+            }
         }
     }
     result
-}
-
-/// What a module needs on each of some devices.
-#[derive(Clone, Copy)]
-struct Floor {
-    state: State,
-    /// A device's number, or [`EVERY_DEVICE`].
-    entry: u8,
-    bytes: u64,
-}
-
-impl Floor {
-    /// Whether this is for a device, and the device has a cap.
-    fn is_of(&self, device: &Device) -> bool {
-        device.is_capped() && (self.entry == EVERY_DEVICE || self.entry == device.number)
-    }
-}
-
-/// Charges the devices from number `from` on, and then loads the module.
-fn raise(process: &'static Process, floor: Floor, from: u8, driver: Call<'_>) -> CUresult {
-    let mut charged = process
-        .devices()
-        .filter(|device| floor.bytes > 0 && device.number >= from && floor.is_of(device));
-    let Some(device) = charged.next() else {
-        return driver.make();
-    };
-    let rest = || raise(process, floor, device.number + 1, driver);
-    match PoolAllocator::of_device(floor.state, process, device) {
-        Ok(allocator) => allocator.raise_floor(floor.bytes, Call::of(&rest)),
-        Err(code) => code,
-    }
 }
 
 /// Unloads a module or a library.
@@ -146,10 +167,12 @@ pub fn unload(module: usize, driver: Call<'_>) -> CUresult {
     )
 }
 
+/// The needs of an image on a device of an architecture.
+///
 /// # Safety
 ///
 /// An image for the driver.
-unsafe fn needs_of(image: *const u8) -> Needs {
+unsafe fn needs_of(image: *const u8, device: u64) -> Needs {
     let mut magic = [0; 4];
     for (at, place) in magic.iter_mut().enumerate() {
         // SAFETY: every image is longer, except for a text that ends before.
@@ -163,8 +186,13 @@ unsafe fn needs_of(image: *const u8) -> Needs {
         return image::of_text(unsafe { CStr::from_ptr(image.cast()) }.to_bytes());
     }
     // SAFETY: all of these are longer.
-    let start = unsafe { image.cast::<[u8; START]>().read() };
-    match image::kind(&start) {
+    let start = |image: *const u8| image::kind(&unsafe { image.cast::<[u8; START]>().read() });
+    let (image, kind) = match start(image) {
+        // A wrapper holds the address of a fat binary.
+        image::Kind::Wrapper(at) if at != 0 => (at as *const u8, start(at as *const u8)),
+        kind => (image, kind),
+    };
+    match kind {
         // SAFETY: an ELF file is whole, its section table included.
         image::Kind::Elf => unsafe {
             let header = core::slice::from_raw_parts(image, ELF_HEADER);
@@ -173,31 +201,21 @@ unsafe fn needs_of(image: *const u8) -> Needs {
         },
         // SAFETY: a fat binary is as long as it says.
         image::Kind::Fat(length) => unsafe {
-            image::of_fat_binary(core::slice::from_raw_parts(image, length))
-        },
-        // SAFETY: a wrapper holds the address of a fat binary.
-        image::Kind::Wrapper(at) if at != 0 => unsafe {
-            let inner = at as *const u8;
-            match image::kind(&inner.cast::<[u8; START]>().read()) {
-                image::Kind::Fat(length) => {
-                    image::of_fat_binary(core::slice::from_raw_parts(inner, length))
-                }
-                _ => Needs::default(),
-            }
+            image::of_fat_binary(core::slice::from_raw_parts(image, length), device)
         },
         image::Kind::Wrapper(_) | image::Kind::Text => Needs::default(),
     }
 }
 
 /// `None` for a file that cannot be read: the driver returns the error.
-fn needs_of_file(path: &CStr) -> Option<Needs> {
+fn needs_of_file(path: &CStr, device: u64) -> Option<Needs> {
     let file = File::open_anywhere(path).ok()?;
     let length = file.size().ok()?;
     let mapping = file.map_readable(length).ok()?;
     // SAFETY: a mapping of so many bytes.
     let bytes: &[u8] =
         unsafe { core::slice::from_raw_parts(mapping.start.as_ptr().cast(), length) };
-    let needs = image::of_file(bytes);
+    let needs = image::of_file(bytes, device);
     // SAFETY: this function's own, and `needs` is not borrowed from it.
     unsafe { sys::unmap(mapping) };
     Some(needs)

@@ -26,6 +26,7 @@ use crate::driver_pools::DriverPools;
 use crate::ends::Ends;
 use crate::fitting::Fitting;
 use crate::launches::Launches;
+use crate::libraries::Libraries;
 use crate::mps;
 use crate::stream::{LAST_IMPLICIT_STREAM, context_of, within};
 
@@ -47,6 +48,7 @@ pub struct Process {
     pub has_exports: AtomicBool,
     /// The memory that the driver keeps for its pools, graphs and modules.
     pub driver_pools: Guarded<DriverPools>,
+    pub libraries: Guarded<Libraries>,
     /// Whether the driver can be asked about any of them: pools or graphs.
     pub has_driver_pools: AtomicBool,
     pub contexts: Contexts,
@@ -171,7 +173,7 @@ fn map() -> Result<&'static Process, NotMapped> {
     match PROCESS.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
         // SAFETY: a mapping of the right size, page-aligned, whose zeros are a `Process` that has
         // not joined: `joined` is not read in that state, and zeros are an empty table, no blocks, no
-        // physical memory, no pools, no launches, no kernels and free locks.
+        // physical memory, no pools, no libraries, no launches, no kernels and free locks.
         Ok(_) => Ok(unsafe { &*fresh }),
         Err(other) => {
             // SAFETY: nothing else uses this one.

@@ -5,6 +5,7 @@
 mod callbacks;
 mod cap;
 mod closed;
+mod code;
 mod compute;
 mod counted;
 mod dma_buf;

@@ -91,9 +91,9 @@ fn the_gpu_holds_what_the_account_says() {
     assert_eq!(share.used(), 400 * MIB);
 }
 
-/// The driver loads a library into every context, including future ones.
+/// The driver loads a library into every context, also into later ones, but not onto GPUs without one.
 #[test]
-fn a_library_is_charged_on_every_gpu() {
+fn a_library_is_charged_on_every_gpu_that_has_a_context() {
     // Its variable, and its code.
     const LIBRARY: u64 = (1 << 30) + BLOCK;
     let (world, [first, second], _) = two_gpus();
@@ -101,15 +101,49 @@ fn a_library_is_charged_on_every_gpu() {
     probe.must("init");
     probe.must("primary 0");
     let before = first.used();
+    let used = || (first.used() - before, second.used());
     write(&mut probe, &with_variable(1 << 30));
     let library = probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
-    assert_eq!((first.used() - before, second.used()), (LIBRARY, LIBRARY));
+    assert_eq!(used(), (LIBRARY, 0));
     // More than the first GPU's share has left, but not more than the second one's.
     write(&mut probe, &with_variable(CAP));
     assert_eq!(probe.call("cuLibraryLoadData &0 &100 0 0 0 0 0 0"), 2);
-    assert_eq!((first.used() - before, second.used()), (LIBRARY, LIBRARY));
+    assert_eq!(used(), (LIBRARY, 0));
+    // The second GPU's first context brings it there; its second one does not bring it again.
+    probe.must("primary 1");
+    assert_eq!(used(), (LIBRARY, LIBRARY));
+    probe.must("context 1");
+    assert_eq!(used(), (LIBRARY, LIBRARY));
+    write(&mut probe, &with_variable(2 << 30));
+    let larger = probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
+    let both = LIBRARY + (2 << 30);
+    assert_eq!(used(), (both, both));
+    write(&mut probe, &with_variable(CAP));
+    assert_eq!(probe.call("cuLibraryLoadData &0 &100 0 0 0 0 0 0"), 2);
+    assert_eq!(used(), (both, both));
+    for library in [library, larger] {
+        assert_eq!(probe.call(&format!("cuLibraryUnload {library}")), 0);
+    }
+    assert_eq!(used(), (0, 0));
+}
+
+/// A context in which there is no room for the libraries is refused, and nothing of them stays charged there.
+#[test]
+fn a_context_needs_room_for_the_libraries() {
+    let (world, [first, second], _) = two_gpus();
+    let mut probe = world.probe("name");
+    probe.must("init");
+    probe.must("primary 1");
+    write(&mut probe, &with_variable(CAP + BLOCK));
+    let library = probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
+    let used = second.used();
+    for attempt in ["primary 0", "context 0"] {
+        assert_eq!(probe.ask(attempt).code, 2, "{attempt}");
+        assert_eq!((first.used(), second.used()), (0, used));
+    }
     assert_eq!(probe.call(&format!("cuLibraryUnload {library}")), 0);
-    assert_eq!((first.used() - before, second.used()), (0, 0));
+    assert_eq!((first.used(), second.used()), (0, 0));
+    probe.must("primary 0");
 }
 
 /// A forked child has the driver's files too: until it closes them, its parent's memory stays allocated and
