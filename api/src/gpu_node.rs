@@ -90,6 +90,11 @@ pub struct Inventory {
     /// allocate in a capped share is not counted. Empty for a driver with which the release was tested.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub unknown_functions: Vec<String>,
+    /// Whether the driver may move a program's ordinary host memory to a GPU when a kernel uses it (Heterogeneous Memory
+    /// Management). Memory that was moved is in no share's account; the driver moves it back when others allocate. The
+    /// kernel module's parameter `uvm_disable_hmm` switches it off. Absent if the module does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub heterogeneous_memory: Option<bool>,
     /// How MIG divides the GPUs. Each GPU that can be partitioned, and whose MIG profiles the driver reports, is in
     /// exactly one entry.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -293,6 +298,9 @@ pub struct PublishedCapped {
     #[schemars(with = "String")]
     #[serde(default)]
     pub on_bypass: OnBypass,
+    /// The SharingPolicy's `unaccountedMemory`, in bytes. 256Mi if it is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unaccounted_memory: Option<Quantity>,
     /// The driver's libraries that containers get in addition to `compute` and `utility`, by their names in the
     /// SharingPolicy's `driverCapabilities`. The plugin ignores a name that its release does not know.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -96,6 +96,12 @@ pub struct SharingPolicySpec {
         "must be a whole number of bytes, 0 or more, written without a decimal point",
     ),
     rule(
+        ".unaccountedMemory",
+        "quantity(string(self.unaccountedMemory)).isInteger() \
+         && quantity(string(self.unaccountedMemory)).asInteger() >= 67108864",
+        "must be a number of bytes, at least 64Mi, written without a decimal point",
+    ),
+    rule(
         ".memoryStep",
         "quantity(string(self.memoryStep)).isInteger() && quantity(string(self.memoryStep)).asInteger() > 0",
         "must be a whole number of bytes, 1 or more, written without a decimal point",
@@ -165,8 +171,13 @@ pub struct CappedPolicy {
     pub untested_driver: UntestedDriver,
     /// What the node does with a process that holds memory of the GPU that is not in its share's account. `Report`: the
     /// node reports the process by a metric, an event on its pod and a log line. `Kill`: the node also ends the process
-    /// (SIGKILL).
+    /// (SIGKILL), but only once it has measured a CUDA context of this GPU model under this driver (`contextMemory` in
+    /// the GpuNode's inventory); until then it reports.
     pub on_bypass: OnBypass,
+    /// The memory that a process may hold beyond its share's account, in bytes, at least 64Mi: the driver takes it
+    /// for its own code and buffers, for profilers and for `printf`. A process that holds more of it bypasses the cap.
+    #[schemars(extend("nullable" = false))]
+    pub unaccounted_memory: Quantity,
     /// The driver's libraries that containers get, as `NVIDIA_DRIVER_CAPABILITIES` names them; `opencl` has its own
     /// name here. The list must contain `compute` and `utility`, to whose libraries the cap applies. Memory that is
     /// allocated through any other library is not counted.
@@ -332,6 +343,7 @@ impl Default for CappedPolicy {
             context_memory: None,
             memory_oversubscription: 100,
             memory_step: Quantity::from_bytes(1 << 20),
+            unaccounted_memory: Quantity::from_bytes(256 << 20),
             default_memory: None,
             cores_step: 1,
             default_cores: None,

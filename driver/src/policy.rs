@@ -41,6 +41,12 @@ const MOST_CLIENTS: u32 = 48;
 /// Bytes of a CUDA context that nobody measured: drivers since 535 take 250 to 550 MiB on data centre GPUs.
 pub const UNMEASURED_CONTEXT: u64 = 512 << 20;
 
+/// Bytes that a process may hold beyond its share's account, unless a policy sets them.
+pub const UNACCOUNTED: u64 = 256 << 20;
+
+/// The least that a policy may set: the driver's rounding and its own code take as much in honest programs.
+pub const LEAST_UNACCOUNTED: u64 = 64 << 20;
+
 /// What is offered of one GPU, in exact numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Terms {
@@ -81,6 +87,8 @@ pub struct CappedTerms {
     pub untested_driver: UntestedDriver,
     /// What the node does with a process that goes around its share's cap.
     pub on_bypass: OnBypass,
+    /// Bytes that a process may hold beyond its share's account; at least [`LEAST_UNACCOUNTED`].
+    pub unaccounted_memory: u64,
     /// Libraries of the driver that containers get in addition to those of compute and utility.
     pub extra_capabilities: BTreeSet<Capability>,
     /// The profiles that are shared as partitions in the tier `capped`; empty for none.
@@ -231,6 +239,7 @@ pub fn published(
         policy: policy.and_then(|policy| policy.metadata.name.clone()),
         capped: PublishedCapped {
             on_bypass: terms.capped.on_bypass,
+            unaccounted_memory: Some(Quantity::from_bytes(terms.capped.unaccounted_memory)),
             extra_driver_capabilities: terms
                 .capped
                 .extra_capabilities
@@ -311,6 +320,7 @@ impl Default for Terms {
                 default_cores: None,
                 untested_driver: UntestedDriver::Taint,
                 on_bypass: OnBypass::Report,
+                unaccounted_memory: UNACCOUNTED,
                 extra_capabilities: BTreeSet::new(),
                 on_partitions: BTreeSet::new(),
             },
@@ -381,6 +391,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                     .transpose()?,
                 untested_driver: capped.untested_driver,
                 on_bypass: capped.on_bypass,
+                unaccounted_memory: unaccounted_memory(capped.unaccounted_memory)?,
                 extra_capabilities: extra_capabilities(&capped.driver_capabilities)?,
                 on_partitions: profiles("spec.capped.onPartitions", &capped.on_partitions)?,
             },
@@ -462,6 +473,16 @@ fn count(field: &'static str, amount: Quantity) -> Result<u64, PolicyProblem> {
     amount
         .to_count()
         .map_err(|problem| PolicyProblem::Count { field, problem })
+}
+
+fn unaccounted_memory(amount: Quantity) -> Result<u64, PolicyProblem> {
+    const FIELD: &str = "spec.capped.unaccountedMemory";
+    let bytes = count(FIELD, amount)?;
+    if bytes < LEAST_UNACCOUNTED {
+        let least = Quantity::from_bytes(LEAST_UNACCOUNTED);
+        return Err(out_of_range(FIELD, amount, format!("at least {least}")));
+    }
+    Ok(bytes)
 }
 
 fn oversubscription(percent: u32) -> Result<Option<Oversubscription>, PolicyProblem> {

@@ -74,7 +74,7 @@ pub async fn every_option(case: &Case, capped: &str, concurrent: &str) -> anyhow
         "tiers": Tier::ALL,
         "capped": {
             "maxSharers": 32, "expectedSharers": 2, "contextMemory": "512Mi", "memoryStep": "64Mi", "defaultMemory": "4Gi",
-            "coresStep": 5, "defaultCores": 10, "untestedDriver": "Allow", "onBypass": "Kill",
+            "coresStep": 5, "defaultCores": 10, "untestedDriver": "Allow", "onBypass": "Kill", "unaccountedMemory": "512Mi",
             "driverCapabilities": ["compute", "utility", "video", "opencl"], "onPartitions": [capped],
         },
         "concurrent": {"maxSharers": 12, "onPartitions": [concurrent]},

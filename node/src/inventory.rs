@@ -25,7 +25,18 @@ pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
             .collect(),
     );
     inventory.mig_geometries = geometries(&description.gpus);
+    inventory.heterogeneous_memory = heterogeneous_memory(sysfs);
     inventory
+}
+
+/// What nvidia-uvm's parameter says; the module has the file from driver 535 on.
+fn heterogeneous_memory(sysfs: &Path) -> Option<bool> {
+    let file = sysfs.join("module/nvidia_uvm/parameters/uvm_disable_hmm");
+    match std::fs::read_to_string(file).ok()?.trim() {
+        "N" | "0" => Some(true),
+        "Y" | "1" => Some(false),
+        _ => None,
+    }
 }
 
 /// Adds the GPUs that are at VFIO and that NVML does not describe, as they were described before. Their devices stay
@@ -217,6 +228,19 @@ mod tests {
         assert_eq!(zero.numa_node, Some(1));
         assert_eq!((one.pcie_root.as_deref(), one.numa_node), (None, None));
         assert_eq!(zero.memory, Quantity::from_bytes(81_559 << 20));
+    }
+
+    #[test]
+    fn nvidia_uvm_says_whether_it_moves_host_memory() {
+        let sys = tempfile::tempdir().unwrap();
+        let folder = sys.path().join("module/nvidia_uvm/parameters");
+        let seen = || inventory(&testing::two_h100(), sys.path()).heterogeneous_memory;
+        assert_eq!(seen(), None);
+        std::fs::create_dir_all(&folder).unwrap();
+        for (text, moves) in [("N\n", Some(true)), ("Y\n", Some(false)), ("?\n", None)] {
+            std::fs::write(folder.join("uvm_disable_hmm"), text).unwrap();
+            assert_eq!(seen(), moves);
+        }
     }
 
     #[test]

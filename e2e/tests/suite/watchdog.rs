@@ -40,6 +40,30 @@ async fn is_named(case: &Case, pod: &PodHandle, namespace: &str, gpu: &Gpu) -> a
     Ok(())
 }
 
+/// Has the node measure a context on the GPU: before that it ends no process.
+async fn is_measured(case: &Case, pod: &PodHandle, gpu: &Gpu) -> anyhow::Result<()> {
+    pod.stdout(&[
+        "sh",
+        "-c",
+        "tranche-workload info --stay >/tmp/info 2>&1 & echo $! >/tmp/stays",
+    ])
+    .await?;
+    wait::for_answer("the size of a context", wait::USUAL, async || {
+        let inventory = case
+            .plugin()
+            .gpu_node()
+            .await?
+            .status
+            .and_then(|it| it.inventory);
+        let gpus = inventory.iter().flat_map(|it| &it.gpus);
+        let mut measured = gpus.filter(|it| it.uuid == gpu.uuid && it.context_memory.is_some());
+        Ok(measured.next().map(|_| ()))
+    })
+    .await?;
+    pod.stdout(&["sh", "-c", "kill $(cat /tmp/stays)"]).await?;
+    Ok(())
+}
+
 #[test]
 fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
@@ -51,6 +75,7 @@ fn a_copied_libcuda_is_named_on_its_pod_and_by_policy_ended() -> anyhow::Result<
         // It still runs, because the policy says Report.
         pod.stdout(&["sh", "-c", "kill -0 $(cat /tmp/pid)"]).await?;
 
+        is_measured(case, &pod, gpu).await?;
         let name = policy::apply(case, "kill", &json!({"onBypass": "Kill"})).await?;
         policy::asked(case, gpu, |asked| asked.policy.as_ref() == Some(&name)).await?;
         wait::for_answer("the program's end", wait::USUAL, async || {

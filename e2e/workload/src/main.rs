@@ -37,7 +37,7 @@ struct Args {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Every device: UUID, name, total and free memory
-    Info,
+    Info(info::Info),
     /// Allocates memory until the driver refuses, frees it, and continues
     Fill(fill::Fill),
     /// Allocates memory and keeps it, checking it at every heartbeat, until SIGTERM
@@ -54,7 +54,7 @@ fn main() -> ExitCode {
     let args = Args::parse();
     let report = report::Report::new(args.json);
     let done = match args.command {
-        Command::Info => info::run(report),
+        Command::Info(info) => info.run(report),
         Command::Fill(fill) => fill.run(report),
         Command::Hold(hold) => hold.run(report),
         Command::Copy(copy) => copy.run(report),

@@ -20,6 +20,7 @@ use tranche_api::sharing_policy::OnBypass;
 use tranche_api::withheld::reason;
 use tranche_api::{Quantity, WithheldGpu};
 use tranche_driver::journal::ClaimRecord;
+use tranche_driver::policy::{LEAST_UNACCOUNTED, UNACCOUNTED};
 use tranche_driver::preparation::{Cap, PAGES};
 use tranche_driver::usage;
 use tranche_driver::usage::departed::{Departed, Holding};
@@ -245,7 +246,15 @@ impl Watchdog {
                 .as_ref()
                 .and_then(|model| self.parts.contexts.get(model));
             let context = held.context;
-            let of_partitions = shared.into_values().map(|it| HeldOnGpu { context, ..it });
+            let policy = self.parts.policy.borrow().capped(uuid);
+            let asked = policy.unaccounted_memory.and_then(|it| it.to_count().ok());
+            let unaccounted = asked.unwrap_or(UNACCOUNTED).max(LEAST_UNACCOUNTED);
+            held.unaccounted = unaccounted;
+            let of_partitions = shared.into_values().map(|it| HeldOnGpu {
+                context,
+                unaccounted,
+                ..it
+            });
             let samples = self.probe.sample(&held, is_key).and_then(|whole| {
                 let of_partitions =
                     gpu.sample_partitions(of_partitions, |held| self.probe.sample(held, is_key))?;
@@ -272,9 +281,14 @@ impl Watchdog {
                     gpu.log_findings(uuid, was_withheld, &findings);
                     for bypass in &findings.bypasses {
                         if let Some(device) = devices.get(&bypass.share) {
-                            let ended =
-                                is_ended(&self.parts, &self.proc, &mut self.ended, uuid, bypass);
-                            events.extend(report(&self.parts, uuid, device, bypass, ended));
+                            let verdict = match (policy.on_bypass, context) {
+                                (OnBypass::Report, _) => Verdict::Reported,
+                                (OnBypass::Kill, None) => Verdict::Unmeasured,
+                                (OnBypass::Kill, Some(_)) => {
+                                    end_process(&self.parts, &self.proc, &mut self.ended, bypass)
+                                }
+                            };
+                            events.extend(report(&self.parts, uuid, device, bypass, verdict));
                         }
                     }
                     Watched::Yes(findings)
@@ -432,21 +446,29 @@ struct BypassEvent {
     note: String,
 }
 
-/// Ends the process of a bypass if the policy says so. Returns whether it was ended for the first time.
-fn is_ended(
+/// What was done with the process of a bypass.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    /// Nothing but the report.
+    Reported,
+    /// It would have been ended, but no context was measured: an honest program's context may be as large.
+    Unmeasured,
+    /// It was ended now.
+    Ended,
+}
+
+/// Ends the process of a bypass.
+fn end_process(
     parts: &WatchdogParts,
     proc: &Proc,
     ended: &mut BTreeSet<ProcessId>,
-    gpu_uuid: &str,
     bypass: &Bypass,
-) -> bool {
-    let on_bypass = parts.policy.borrow().capped(gpu_uuid).on_bypass;
-    let is_ended =
-        on_bypass == OnBypass::Kill && kill(proc, bypass) && ended.insert(bypass.process);
-    if is_ended {
-        parts.metrics.bypasses_ended.inc();
+) -> Verdict {
+    if !kill(proc, bypass) || !ended.insert(bypass.process) {
+        return Verdict::Reported;
     }
-    is_ended
+    parts.metrics.bypasses_ended.inc();
+    Verdict::Ended
 }
 
 /// Logs a bypass and returns its events, if it must be reported.
@@ -455,17 +477,16 @@ fn report(
     gpu_uuid: &str,
     (record, nth): &(Arc<ClaimRecord>, usize),
     bypass: &Bypass,
-    ended: bool,
+    verdict: Verdict,
 ) -> Vec<BypassEvent> {
-    if !bypass.must_report && !ended {
+    if !bypass.must_report && verdict != Verdict::Ended {
         return Vec::new();
     }
-    let note = note(gpu_uuid, &record.plan.devices[*nth].device, bypass, ended);
+    let note = note(gpu_uuid, &record.plan.devices[*nth].device, bypass, verdict);
     warn!(claim = %claim_of(record), pod = bypass.pod, "{note}");
-    let kind = if ended {
-        events::Bypass::Ended
-    } else {
-        events::Bypass::Noticed
+    let kind = match verdict {
+        Verdict::Ended => events::Bypass::Ended,
+        Verdict::Reported | Verdict::Unmeasured => events::Bypass::Noticed,
     };
     let event = |regarding| BypassEvent {
         regarding,
@@ -660,7 +681,7 @@ fn kill(proc: &Proc, bypass: &Bypass) -> bool {
     }
 }
 
-fn note(gpu: &str, device: &str, bypass: &Bypass, ended: bool) -> String {
+fn note(gpu: &str, device: &str, bypass: &Bypass, verdict: Verdict) -> String {
     let bytes = Quantity::from_bytes(bypass.bytes);
     let pid = bypass.process.pid;
     let what = match bypass.basis {
@@ -674,10 +695,16 @@ fn note(gpu: &str, device: &str, bypass: &Bypass, ended: bool) -> String {
             "the processes of the share ({device}) hold {bytes} more of GPU {gpu} than its account or its limit has, process {pid} of the node most"
         ),
     };
-    let then = if ended {
-        "it was ended, as the SharingPolicy's capped.onBypass says"
-    } else {
-        "its programs go around the driver library that keeps the cap: end them, or use a tier that isolates by hardware"
+    let then = match verdict {
+        Verdict::Ended => "it was ended, as the SharingPolicy's capped.onBypass says",
+        Verdict::Unmeasured => {
+            "it is not ended yet, although the SharingPolicy's capped.onBypass says so, because the size of a CUDA context \
+             was not measured for this GPU and driver: it is measured when a process of any share has one context and \
+             nothing else"
+        }
+        Verdict::Reported => {
+            "its programs go around the driver library that keeps the cap: end them, or use a tier that isolates by hardware"
+        }
     };
     format!("{what}; {then}")
 }

@@ -2,8 +2,8 @@
 //!
 //! **Why an honest share is never reported.** The shim charges memory before the driver allocates it and
 //! returns the charge after the driver has freed it, so at every instant a process holds no more than it is
-//! charged, except for what the shim does not see: rounding, code that is loaded at first use, and the size
-//! of contexts beyond the assumed size. [`TOLERANCE`] covers these. A slot is compared only if it did not
+//! charged, except for what the shim does not see: rounding, code that is loaded at first use, profilers' buffers.
+//! The policy's `unaccountedMemory` covers these, and the measured size covers contexts beyond the assumed size. A slot is compared only if it did not
 //! change while NVML was read; if it changes constantly, the share's limit is used instead. Memory that the
 //! driver frees late is gone in the next sample.
 //!
@@ -17,10 +17,6 @@ pub use crate::processes::owner::ProcessId;
 use std::collections::BTreeMap;
 
 use tranche_driver::policy::UNMEASURED_CONTEXT;
-
-/// Bytes by which a process's memory may exceed its charge (and its contexts' measured size): a
-/// larger difference is reported within two samples.
-pub const TOLERANCE: u64 = 256 << 20;
 
 /// Bytes of a GPU that may be in use without an owner: what the driver takes in addition to its
 /// reserve.
@@ -45,6 +41,9 @@ pub struct Sample {
     pub used: Option<u64>,
     /// Bytes of a context on this GPU, if they were measured.
     pub context: Option<u64>,
+    /// Bytes by which a process's memory may exceed its charge (and its contexts' measured size): the policy's
+    /// `unaccountedMemory`. A larger difference is reported within two samples.
+    pub unaccounted: u64,
 }
 
 /// What a share's pages say. The account's author is the tenant.
@@ -290,8 +289,8 @@ struct Difference {
 fn differences(sample: &Sample) -> BTreeMap<Suspect, Difference> {
     let mut found = BTreeMap::new();
     for group in groups(sample) {
-        let named = group.compare_processes(sample.context, &mut found);
-        group.compare_sum(sample.context, named, &mut found);
+        let named = group.compare_processes(sample, &mut found);
+        group.compare_sum(sample, named, &mut found);
     }
     found
 }
@@ -363,21 +362,18 @@ fn charged(share: &ShareSample) -> u64 {
 }
 
 impl Group<'_> {
-    /// The size of a context beyond its charge.
-    fn beyond(&self, context: Option<u64>) -> u64 {
+    /// Bytes that a process may hold beyond its charge: what its context takes beyond that, and what is in no account.
+    fn beyond(&self, sample: &Sample) -> u64 {
         let charged = self.shares.iter().map(|share| share.context).max();
+        let context = sample.context.unwrap_or(UNMEASURED_CONTEXT);
         context
-            .unwrap_or(UNMEASURED_CONTEXT)
             .saturating_sub(charged.unwrap_or(0))
+            .saturating_add(sample.unaccounted)
     }
 
     /// Compares each process with its slots. Two containers of a share may each have a process with the same
     /// PID: these are compared together. Returns the reported bytes.
-    fn compare_processes(
-        &self,
-        context: Option<u64>,
-        found: &mut BTreeMap<Suspect, Difference>,
-    ) -> u64 {
+    fn compare_processes(&self, sample: &Sample, found: &mut BTreeMap<Suspect, Difference>) -> u64 {
         let mut named = 0u64;
         let mut by_pid: BTreeMap<u64, Vec<&ProcessSample>> = BTreeMap::new();
         for process in &self.processes {
@@ -390,10 +386,13 @@ impl Group<'_> {
                 continue;
             };
             let (charged, each, basis) = if slots.is_empty() {
-                (0, TOLERANCE, Basis::NoSlot)
+                (0, sample.unaccounted, Basis::NoSlot)
             } else {
-                let beyond = self.beyond(context).saturating_add(TOLERANCE);
-                (sum(slots.iter().copied()), beyond, Basis::Process)
+                (
+                    sum(slots.iter().copied()),
+                    self.beyond(sample),
+                    Basis::Process,
+                )
             };
             let bytes = sum(processes.iter().map(|process| process.bytes)).saturating_sub(charged);
             if bytes > times(each, processes.len()) {
@@ -416,15 +415,10 @@ impl Group<'_> {
     }
 
     /// Compares all processes with the account, without the bytes that are already reported (`named`).
-    fn compare_sum(
-        &self,
-        context: Option<u64>,
-        named: u64,
-        found: &mut BTreeMap<Suspect, Difference>,
-    ) {
+    fn compare_sum(&self, sample: &Sample, named: u64, found: &mut BTreeMap<Suspect, Difference>) {
         let charged = sum(self.shares.iter().map(|share| charged(share)));
         let held = sum(self.processes.iter().map(|process| process.bytes));
-        let each = self.beyond(context).saturating_add(TOLERANCE);
+        let each = self.beyond(sample);
         let bytes = held.saturating_sub(charged).saturating_sub(named);
         if bytes > times(each, self.processes.len()) {
             self.name(&self.processes, Basis::Sum, bytes, found);

@@ -27,6 +27,8 @@ pub struct HeldOnGpu {
     pub pods: BTreeMap<String, BTreeSet<String>>,
     /// Bytes of a context, if they were measured.
     pub context: Option<u64>,
+    /// Bytes that a process may hold beyond its charge.
+    pub unaccounted: u64,
 }
 
 /// A capped share that is held.
@@ -142,6 +144,7 @@ impl Probe {
             processes: listed,
             used,
             context: held.context,
+            unaccounted: held.unaccounted,
         })
     }
 
@@ -372,6 +375,7 @@ mod tests {
             uncapped: BTreeSet::from(["whole".to_owned()]),
             pods: BTreeMap::from([("pod-a".to_owned(), BTreeSet::from(["share-a".to_owned()]))]),
             context: None,
+            unaccounted: 0,
         }
     }
 

@@ -5,8 +5,9 @@ use proptest::prelude::*;
 
 use super::compare::{
     Basis, Findings, GpuWatch, Owner, ProcessId, ProcessSample, Sample, ShareSample, SlotSample,
-    TOLERANCE, UNOWNED_TOLERANCE,
+    UNOWNED_TOLERANCE,
 };
+use tranche_driver::policy::UNACCOUNTED;
 
 const MIB: u64 = 1 << 20;
 /// The driver's allocation granularity.
@@ -179,6 +180,7 @@ impl World {
             processes,
             used: None,
             context: Some(CONTEXT),
+            unaccounted: UNACCOUNTED,
         };
         self.since_late += 1;
         for program in &mut self.programs {
@@ -226,7 +228,7 @@ proptest! {
     fn a_bypass_is_named_within_two_samples(
         samples in proptest::collection::vec(gaps(), 0..20),
         neighbours in [gaps(), gaps()],
-        hidden in TOLERANCE + 1..64 << 30,
+        hidden in UNACCOUNTED + 1..64 << 30,
         has_no_slot: bool,
     ) {
         let mut world = World::new(3, 80 << 30, 0);
@@ -267,7 +269,7 @@ proptest! {
     ) {
         let limit = 20 << 30;
         let processes = 2;
-        let allowed = limit + processes * TOLERANCE;
+        let allowed = limit + processes * UNACCOUNTED;
         let slots = slots.into_iter().map(|(pid, charged)| SlotSample { pid, charged });
         let sample = Sample {
             shares: vec![ShareSample {
@@ -280,6 +282,7 @@ proptest! {
             processes: vec![process(1, 1 << 30), process(2, allowed - (1 << 30) + beyond)],
             used: None,
             context: Some(CONTEXT),
+            unaccounted: UNACCOUNTED,
         };
         let mut watch = GpuWatch::default();
         prop_assert!(watch.step(0, &sample).bypasses.is_empty());
@@ -320,6 +323,7 @@ fn one_sample_alone_names_nobody_and_news_is_told_once() {
         processes: vec![process(1, CONTEXT)],
         used: None,
         context: Some(CONTEXT),
+        unaccounted: UNACCOUNTED,
     };
     let mut loud = quiet.clone();
     loud.processes[0].bytes += 1 << 30;
@@ -361,6 +365,7 @@ fn a_context_larger_than_assumed_is_no_bypass() {
         processes: vec![process(1, 700 * MIB)],
         used: None,
         context: Some(550 * MIB),
+        unaccounted: UNACCOUNTED,
     };
     assert_eq!(named(&mut GpuWatch::default(), &sample), []);
     sample.processes[0].bytes = 850 * MIB;
@@ -395,6 +400,7 @@ fn shares_of_one_pod_are_compared_together_and_others_apart() {
         processes: vec![both(1, CONTEXT + (5 << 30)), only(1, CONTEXT, "c")],
         used: None,
         context: Some(CONTEXT),
+        unaccounted: UNACCOUNTED,
     };
     sample.processes[1].id.pid = 2;
     assert_eq!(named(&mut GpuWatch::default(), &sample), []);
@@ -419,6 +425,7 @@ fn foreign_processes_are_counted_and_never_named() {
         processes: vec![foreign, uncapped],
         used: Some(10 << 30),
         context: None,
+        unaccounted: UNACCOUNTED,
     };
     let mut watch = GpuWatch::default();
     watch.step(0, &sample);
@@ -435,6 +442,7 @@ fn memory_that_nobody_owns_withholds_the_gpu_until_it_is_gone() {
         processes: vec![process(1, CONTEXT)],
         used: Some(CONTEXT + used),
         context: None,
+        unaccounted: UNACCOUNTED,
     };
     let mut watch = GpuWatch::default();
     // The driver takes some seconds to free.
@@ -466,6 +474,7 @@ fn what_is_charged_to_a_dead_parent_is_not_nobodys() {
         processes: Vec::new(),
         used: Some(4 << 30),
         context: None,
+        unaccounted: UNACCOUNTED,
     };
     assert_eq!(GpuWatch::default().step(0, &sample).unowned, Some(0));
     sample.processes = vec![ProcessSample {

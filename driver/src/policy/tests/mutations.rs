@@ -45,6 +45,7 @@ const WORDS: &[&str] = &[
     "defaultCores",
     "untestedDriver",
     "onBypass",
+    "unaccountedMemory",
     "driverCapabilities",
     "profiles",
     "interval",
@@ -101,6 +102,7 @@ fn valid() -> Value {
             "capped": {
                 "maxSharers": 10, "expectedSharers": 4, "contextMemory": "512Mi", "memoryOversubscription": 150, "memoryStep": "256Mi",
                 "defaultMemory": "8Gi", "coresStep": 5, "defaultCores": 10, "untestedDriver": "Allow", "onBypass": "Kill",
+                "unaccountedMemory": "512Mi",
                 "driverCapabilities": ["compute", "utility", "video"],
             },
             "concurrent": {"maxSharers": 12},
@@ -173,7 +175,12 @@ fn is_wider_than_the_schema(path: &str, value: &Value) -> bool {
 
 /// An amount that the schema's rules in CEL refuse, because they accept only what fits into 64 bits.
 fn refused_amount(policy: &Value) -> Option<String> {
-    let amounts = ["contextMemory", "memoryStep", "defaultMemory"];
+    let amounts = [
+        "contextMemory",
+        "memoryStep",
+        "defaultMemory",
+        "unaccountedMemory",
+    ];
     let paths = amounts.map(|it| format!("spec.capped.{it}"));
     paths.into_iter().find(|path| {
         let amount = value_at(policy, path).as_str();

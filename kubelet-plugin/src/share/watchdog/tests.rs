@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tranche_api::sharing_policy::Interval;
 use tranche_api::usage::{NodeUsage, Peak};
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
@@ -285,7 +285,11 @@ impl Node {
     }
 
     fn asks(&self, on_bypass: &str) {
-        let gpus = json!([{"uuid": self.gpu_uuid, "capped": {"onBypass": on_bypass}}]);
+        self.asks_of_capped(&json!({"onBypass": on_bypass}));
+    }
+
+    fn asks_of_capped(&self, capped: &Value) {
+        let gpus = json!([{"uuid": self.gpu_uuid, "capped": capped}]);
         let published =
             serde_json::from_value(json!({"epoch": 1, "poolGeneration": 1, "gpus": gpus}));
         self.policy
@@ -436,6 +440,17 @@ async fn an_honest_share_is_left_alone() {
 }
 
 #[tokio::test]
+async fn the_policy_says_how_much_a_process_may_hold_in_no_account() {
+    let mut node = Node::new().await;
+    node.slot(7, 4 * GIB + CONTEXT);
+    node.in_pod(4_000_001, 4 * GIB + CONTEXT + (700 << 20));
+    node.asks_of_capped(&json!({"unaccountedMemory": "1Gi"}));
+    assert_eq!(node.seconds(5), []);
+    node.asks_of_capped(&json!({}));
+    assert_eq!(node.seconds(2).len(), 1);
+}
+
+#[tokio::test]
 async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
     let mut node = Node::new().await;
     let sleep = || Command::new("sleep").arg("600").spawn().unwrap();
@@ -448,7 +463,12 @@ async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
         "the policy says Report"
     );
     node.asks("Kill");
-    let events = node.seconds(1);
+    // An honest program's context may be as large, until one was measured.
+    node.seconds(5);
+    assert!(bypassing.try_wait().unwrap().is_none());
+    node.slot(7, CONTEXT);
+    node.in_pod(4_000_001, CONTEXT);
+    let events = node.seconds(4);
     assert!(
         events
             .iter()
