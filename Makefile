@@ -109,7 +109,8 @@ oracle: part-kubernetes
 unit: ## unit, property and contract tests, without a cluster; clippy
 	@$(PARALLEL) unit-parts
 	cargo clippy --profile shim -p tranche-shim-cuda -p tranche-shim-nvml --target-dir target/shim-build -- -D warnings
-	.ci/cargo test --tests
+# Many tests wait, for a share to settle or for a process: two for each core keep it busy.
+	RUST_TEST_THREADS=$$((2 * $$(nproc))) .ci/cargo test --tests
 	cd driver/cdi-oracle && go vet ./... && go test ./...
 	simulator/test-clients
 

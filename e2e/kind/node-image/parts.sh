@@ -4,8 +4,9 @@
 # need_go prepares every build of Go modules. All have the same flags, so that a package that two of them need is compiled once.
 need_go() {
 	command -v go >/dev/null || die "go is missing: install Go 1.26 or newer (https://go.dev/dl)"
-	# Debug information costs the compiler a tenth of its time, and the linker drops it.
-	export GOFLAGS='-trimpath -buildvcs=false -gcflags=all=-dwarf=false'
+	# Debug information costs the compiler a tenth of its time, and the linker drops it. Inlining costs a sixth, and what runs
+	# here waits more than it computes.
+	export GOFLAGS="-trimpath -buildvcs=false '-gcflags=all=-dwarf=false -l'"
 	# A compiler that collects no garbage takes a third less time, and up to 3 GB.
 	export GOGC=off
 	(($(awk '/^MemAvailable:/ {print $2}' /proc/meminfo) >= 8 << 20)) || GOGC=400
