@@ -79,7 +79,7 @@ test: ## what CI runs: the checks, the tests without a node, and the core of the
 	$(MAKE) e2e-core
 
 nightly: export TRANCHE_STORIES = 20
-nightly: ## what takes longer: more states for kube-scheduler's allocator, loom, Miri, Kani, the GPU kit, NVIDIA's large libraries
+nightly: ## what takes longer: more states for kube-scheduler's allocator, loom, Miri, Kani, the GPU kit, NVIDIA's large libraries, Clang's sanitizers
 	driver/allocator-oracle/build
 	cargo test -p tranche-allocator-oracle -p tranche-scheduler-rules
 	TRANCHE_STATES=500 e2e/api/run explain::it_agrees
@@ -88,6 +88,7 @@ nightly: ## what takes longer: more states for kube-scheduler's allocator, loom,
 	$(STEP) "Making the kit for machines with a GPU" bench/gpu/kit
 	TRANCHE_GPU_KIT=target/gpu-kit .ci/cargo test --test all gpu_kit:: -- --include-ignored
 	.ci/cargo test --test shim code::nvidias_large -- --ignored
+	.ci/cargo test --test shim sanitizers:: -- --ignored
 	$(MAKE) build
 
 lint: checks ## the checks, and clippy, which the tests' build is, too

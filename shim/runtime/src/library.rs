@@ -160,6 +160,8 @@ macro_rules! forward {
 /// Defines the module `symbols`: the build script's output for `symbols.txt`, the addresses of our own functions, the
 /// table of the real ones, and the code that forwards through it.
 ///
+/// Exported are the symbols of `symbols.txt`, and one for AddressSanitizer.
+///
 /// - `driver`: a `Library`;
 /// - `first`: the first of the stubs;
 /// - `missing`, `unavailable`: what is called instead of a function that this driver does not have,
@@ -179,6 +181,14 @@ macro_rules! library {
         }
 
         core::arch::global_asm!(include_str!(concat!(env!("OUT_DIR"), "/handled.s")));
+
+        /// Exported, too: AddressSanitizer asks the first of the loaded libraries that has this function, so ours, for its
+        /// options, before those of the environment. Its shared runtime would refuse to start behind a preloaded library,
+        /// because that may have functions that the runtime must replace; ours have only the driver's.
+        #[unsafe(no_mangle)]
+        extern "C" fn __asan_default_options() -> *const core::ffi::c_char {
+            c"verify_asan_link_order=0".as_ptr()
+        }
 
         unsafe extern "C" {
             /// The distances in bytes from here to our symbols that do more than forward, in the order of their indices.
@@ -218,7 +228,7 @@ macro_rules! library {
                     None => return $missing as *mut core::ffi::c_void,
                 },
             };
-            let Ok(twin) = $driver.twin(ours, symbols::SYMBOLS) else {
+            let Ok(twin) = $driver.twin(ours, symbols::SYMBOLS + 1) else {
                 // Not stored, because the driver may become available.
                 return $unavailable as *mut core::ffi::c_void;
             };

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use tranche_shim_tests::{DRIVER, Driver, Probe, World};
+use tranche_shim_tests::{DRIVER, Driver, Probe, World, text};
 
 use crate::cap::CAP;
 
@@ -89,4 +89,34 @@ fn a_libcuda_of_the_image_that_is_not_newer_is_not_used() {
     let covered = world.cover_libraries(&[], NODE).unwrap();
     assert_eq!(covered.compat, None);
     is_capped(&mut world.probe(&copy), &copy);
+}
+
+/// The hook cannot know a folder that only the program knows (its RUNPATH), one that a script in the container puts
+/// into LD_LIBRARY_PATH, nor a file that is made later. There the preload list is what gives the program the shim.
+#[test]
+fn a_libcuda_that_the_hook_cannot_know_is_the_shim_by_its_name() {
+    let copy = "/usr/local/hidden/libcuda.so.1";
+    let world = with_copies(&[]);
+    let program = world.folder().join("sanitized");
+    let runpath = "-Wl,-rpath,/usr/local/hidden";
+    tranche_shim_tests::compile("sanitized.c", &program, &[runpath, "-ldl"]);
+    world.cover_libraries(&[], NODE).unwrap();
+    fs::create_dir_all("/usr/local/hidden").unwrap();
+    fs::copy(DRIVER, copy).unwrap();
+    let allocated = || {
+        let ran = world.run(&program, &[&CAP.to_string()]);
+        text(&ran.stdout)
+    };
+    let by_path = || {
+        let mut command = world.command(tranche_shim_tests::probe_path());
+        command
+            .arg("name")
+            .env("LD_LIBRARY_PATH", "/usr/local/hidden");
+        Probe::by(&mut command)
+    };
+    assert_eq!(allocated(), "0 2\n");
+    is_capped(&mut by_path(), "LD_LIBRARY_PATH");
+    world.without_preload();
+    assert_eq!(allocated(), "0 0\n");
+    assert!(total(&mut by_path()) > CAP);
 }

@@ -24,6 +24,7 @@ mod nvml;
 mod programs;
 mod real;
 mod runtimes;
+mod sanitizers;
 mod simulated;
 mod spares;
 mod storm;
