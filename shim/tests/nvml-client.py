@@ -40,6 +40,7 @@ v1 = struct(pid="u", bytes="U")
 v2 = struct(pid="u", bytes="U", gi="u", ci="u")
 ask("nvmlDeviceGetMemoryInfo", memory(), "total free used")
 ask("nvmlDeviceGetBAR1MemoryInfo", memory(), "total free used")
+ask("nvmlDeviceGetConfComputeProtectedMemoryUsage", memory(), "total free used")
 for room in 64, 0:
     for kind in "Compute", "Graphics", "MPSCompute":
         for version, entry in ("", v1), ("_v2", v2), ("_v3", v2):
@@ -80,3 +81,23 @@ for pid in map(int, sys.stdin.read().split()):
     print(f"stats/{pid}", nvml.nvmlDeviceGetAccountingStats(gpu, pid, old), old[0])
     new = stats(pid)
     print(f"stats2/{pid}", nvml.nvmlDeviceGetAccountingStats_v2(gpu, c.byref(new)), new.gpu)
+
+# The private table of nvidia-smi, and another one.
+private = bytes.fromhex("c4fe3e6cc98f6c4ea327ee696e12f7c4")
+named = type("Named", (details,), {"_fields_": [("name", c.c_char * 4096)]})
+for table, name in ("table", private), ("other", private[::-1]):
+    to = c.POINTER(c.c_void_p)()
+    code = nvml.nvmlInternalGetExportTable(c.byref(to), name)
+    print(table, code, to[0] // 8 if to else 0)
+    if not to:
+        continue
+    call = c.CFUNCTYPE(c.c_int, c.c_void_p, c.c_void_p, c.c_void_p)
+    print(f"{table}/last", call(to[min(to[0] // 8, 251) - 1])(None, None, None))
+    for place in 213, 214, 215:
+        for room in 64, 0:
+            count, entries = c.c_uint(room), (named * 64)()
+            code = call(to[place])(gpu, c.addressof(count), c.addressof(entries))
+            shown = entries[: count.value] if room and not code else []
+            print(f"{table}/{place}" if room else f"{table}/{place}/small", code, count.value, *(values(e, "pid bytes") for e in shown))
+            for e in shown:
+                print(f"{table}/{place}/{e.pid}", 0, e.name.decode())

@@ -1,6 +1,6 @@
 // A scripted NVML: two GPUs, processes of this container and of others, samples of any percentage. Tests steer it
 // through the file named by ODD_NVML: lines `process PID BYTES PERCENT`. With ODD_NVML_COARSE it does not report
-// utilization by process, as with MIG and vGPU.
+// utilization by process, as with MIG and vGPU, and no process's name. ODD_NVML_WORDS is the size of its private table.
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -40,6 +40,8 @@ int nvmlDeviceGetUUID(char *device, char *text, u32 room) {
 }
 int nvmlDeviceGetMemoryInfo(char *device, u64 *m) { if (!known(device)) return INVALID; m[0] = 80ull << 30; m[1] = 70ull << 30; m[2] = 10ull << 30; return OK; }
 int nvmlDeviceGetBAR1MemoryInfo(char *device, u64 *m) { if (!known(device)) return INVALID; m[0] = 128ull << 30; m[1] = 120ull << 30; m[2] = 8ull << 30; return OK; }
+
+int nvmlDeviceGetConfComputeProtectedMemoryUsage(char *device, u64 *m) { return nvmlDeviceGetMemoryInfo(device, m); }
 
 struct v1 { u32 pid; u64 bytes; };
 struct v2 { u32 pid; u64 bytes; u32 gi, ci; };
@@ -114,4 +116,26 @@ struct stats { u32 gpu, memory; u64 most, time, start; u32 running, reserved[5];
 int nvmlDeviceGetAccountingStats(char *device, u32 pid, struct stats *to) { memset(to, 0, sizeof *to); to->gpu = 42; return OK; }
 struct stats2 { u32 pid, running, gpu, memory; };
 int nvmlDeviceGetAccountingStats_v2(char *device, struct stats2 *to) { to->gpu = 42; return OK; }
-int nvmlSystemGetProcessName(u32 pid, char *name, u32 room) { snprintf(name, room, "process %u", pid); return OK; }
+int nvmlSystemGetProcessName(u32 pid, char *name, u32 room) {
+    if (getenv("ODD_NVML_COARSE")) return NOT_FOUND;
+    snprintf(name, room, "process %u", pid);
+    return OK;
+}
+
+struct named { struct v2p process; char name[4096]; };
+static int private_list(char *device, u32 *count, struct named *to) {
+    if (!known(device) || !count) return INVALID;
+    int n = read_all(); *count = n;
+    for (int i = 0; i < n; i++) { to[i].process = (struct v2p){ all[i].pid, all[i].bytes }; snprintf(to[i].name, 4096, "theirs"); }
+    return OK;
+}
+static int seven(void) { return 7; }
+int nvmlInternalGetExportTable(u64 **to, const char *name) {
+    static u64 tables[2][251];
+    int which = memcmp(name, "\xc4\xfe\x3e\x6c\xc9\x8f\x6c\x4e\xa3\x27\xee\x69\x6e\x12\xf7\xc4", 16) != 0;
+    const char *words = getenv("ODD_NVML_WORDS");
+    for (int i = 1; i < 251; i++) tables[which][i] = (u64)(i >= 213 && i <= 215 ? (void *)private_list : (void *)seven);
+    tables[which][0] = (words ? atoi(words) : 251) * sizeof(u64);
+    *to = tables[which];
+    return OK;
+}

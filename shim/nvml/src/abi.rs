@@ -11,6 +11,8 @@ pub unsafe trait Plain: Copy {}
 
 // SAFETY: a number.
 unsafe impl Plain for u32 {}
+// SAFETY: a number.
+unsafe impl Plain for usize {}
 
 /// `nvmlReturn_t`: a number, because newer drivers return codes that we do not know.
 #[repr(transparent)]
@@ -39,7 +41,7 @@ pub struct GpmSupport {
     pub is_supported: c_uint,
 }
 
-/// `nvmlMemory_t`, in bytes.
+/// `nvmlMemory_t` and `nvmlBAR1Memory_t`, in bytes.
 #[repr(C)]
 pub struct Memory {
     pub total: u64,
@@ -53,14 +55,6 @@ pub struct MemoryV2 {
     version: c_uint,
     pub total: u64,
     pub reserved: u64,
-    pub free: u64,
-    pub used: u64,
-}
-
-/// `nvmlBAR1Memory_t`, in bytes.
-#[repr(C)]
-pub struct Bar1Memory {
-    pub total: u64,
     pub free: u64,
     pub used: u64,
 }

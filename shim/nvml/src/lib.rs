@@ -4,13 +4,13 @@
 //! GPU with capped memory it changes:
 //!
 //! - `memory`: total is the sum of the shares' caps, used is what their processes hold, and the rest
-//!   is free; BAR1 memory is no larger;
-//! - `processes`: lists have only the shares' processes, with the charge of each;
+//!   is free; BAR1 memory and protected memory are no larger;
+//! - `processes`: lists have only the shares' processes, with the size of each;
 //! - `utilization`: percentages are of the shares' cores.
 //!
 //! It reads the pages at each call and caches nothing. `users` finds the GPU of a handle, from whichever
-//! function the program got it, and the processes of its shares. NVIDIA's private tables, from which
-//! nvidia-smi gets its list of processes, are passed on with the driver's values.
+//! function the program got it, and the processes of its shares. `table` puts the lists into NVIDIA's
+//! private table, from which nvidia-smi gets them.
 //!
 //! `nvmlInit` refuses, with one line on stderr, if the pages are missing or invalid. For a visible
 //! GPU without a page it succeeds, so that `nvidia-smi` can be used to find the problem: only
@@ -23,6 +23,7 @@ mod buffer;
 mod driver;
 mod memory;
 mod processes;
+mod table;
 mod users;
 mod utilization;
 
@@ -32,9 +33,8 @@ use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::container_shares;
 
 use crate::abi::{
-    AccountingStatsV2, Bar1Memory, Device, DynamicPstates, Enumeration, GpmSupport, Memory,
-    MemoryV2, ProcessDetails, ProcessV1, ProcessV2, Return, Sample, Utilization, UtilizationInfos,
-    Value,
+    AccountingStatsV2, Device, DynamicPstates, Enumeration, GpmSupport, Memory, MemoryV2,
+    ProcessDetails, ProcessV1, ProcessV2, Return, Sample, Utilization, UtilizationInfos, Value,
 };
 use crate::driver::{DRIVER, address, index, missing, typed, unavailable};
 use crate::processes::Kind;
@@ -63,12 +63,9 @@ hooks! {
     fn nvmlDeviceGetAccountingStats_v2(device: Device, stats: *mut AccountingStatsV2)
         // SAFETY: as above.
         |driver| unsafe { processes::accounting_stats_v2(device, stats, driver) };
-    fn nvmlDeviceGetBAR1MemoryInfo(device: Device, memory: *mut Bar1Memory) |driver| memory::answer(device, driver, |share| {
+    fn nvmlDeviceGetBAR1MemoryInfo(device: Device, memory: *mut Memory) |driver| memory::answer(device, driver, |share| {
         // SAFETY: the driver has just written to it.
-        let memory = unsafe { &mut *memory };
-        memory.total = memory.total.min(share.total);
-        memory.used = memory.used.min(share.used).min(memory.total);
-        memory.free = memory.total - memory.used;
+        share.bound(unsafe { &mut *memory });
     });
     fn nvmlDeviceGetComputeRunningProcesses(device: Device, count: *mut c_uint, to: *mut ProcessV1)
         // SAFETY: as above.
@@ -79,6 +76,11 @@ hooks! {
     fn nvmlDeviceGetComputeRunningProcesses_v3(device: Device, count: *mut c_uint, to: *mut ProcessV2)
         // SAFETY: as above.
         |driver| unsafe { processes::list(index::nvmlDeviceGetComputeRunningProcesses_v3, Kind::Compute, device, (count, to), driver) };
+    fn nvmlDeviceGetConfComputeProtectedMemoryUsage(device: Device, memory: *mut Memory)
+        |driver| memory::answer(device, driver, |share| {
+            // SAFETY: the driver has just written to it.
+            share.bound(unsafe { &mut *memory });
+        });
     fn nvmlDeviceGetDynamicPstatesInfo(device: Device, to: *mut DynamicPstates)
         |driver| utilization::dynamic(device, to, driver);
     fn nvmlDeviceGetGraphicsRunningProcesses(device: Device, count: *mut c_uint, to: *mut ProcessV1)
@@ -132,6 +134,9 @@ hooks! {
     fn nvmlInit() |driver| initialise(driver);
     fn nvmlInitWithFlags(flags: c_uint) |driver| initialise(driver);
     fn nvmlInit_v2() |driver| initialise(driver);
+    fn nvmlInternalGetExportTable(to: *mut *const c_void, name: *const table::Name)
+        // SAFETY: as above.
+        |driver| unsafe { table::get(to, name, driver) };
 }
 
 fn initialise(driver: impl FnOnce() -> Return) -> Return {

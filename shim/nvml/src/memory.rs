@@ -4,7 +4,7 @@ use tranche_shim_core::GpuUuid;
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::{accounts, container_shares};
 
-use crate::abi::{Device, Return};
+use crate::abi::{Device, Memory, Return};
 use crate::users::{identify, refuse};
 
 /// The memory of the container's shares of one GPU, in bytes.
@@ -19,6 +19,13 @@ impl Sum {
     /// Memory that is left.
     pub fn free(&self) -> u64 {
         self.total.saturating_sub(self.used)
+    }
+
+    /// Makes a part of the GPU's memory no larger than the share.
+    pub fn bound(&self, part: &mut Memory) {
+        part.total = part.total.min(self.total);
+        part.used = part.used.min(self.used).min(part.total);
+        part.free = part.total - part.used;
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! The driver knows every process on the GPU. In a container a new driver lists only those of the
 //! caller's PID namespace; an old one lists all, with PIDs of the host. The account has exactly the
-//! processes of the share, with the charge of each, so the list is made from it; the driver is called
+//! processes of the share, with the size of each, so the list is made from it; the driver is called
 //! only for its errors.
 
 use core::ffi::c_uint;
@@ -22,7 +22,7 @@ impl From<Process> for ProcessV1 {
     fn from(process: Process) -> Self {
         Self {
             pid: process.pid,
-            memory: process.charged,
+            memory: process.size,
         }
     }
 }
@@ -31,7 +31,7 @@ impl From<Process> for ProcessV2 {
     fn from(process: Process) -> Self {
         Self {
             pid: process.pid,
-            memory: process.charged,
+            memory: process.size,
             gpu_instance: NO_INSTANCE,
             compute_instance: NO_INSTANCE,
         }
@@ -42,7 +42,7 @@ impl From<Process> for ProcessDetail {
     fn from(process: Process) -> Self {
         Self {
             pid: process.pid,
-            memory: process.charged,
+            memory: process.size,
             gpu_instance: NO_INSTANCE,
             compute_instance: NO_INSTANCE,
             protected: 0,

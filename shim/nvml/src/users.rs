@@ -45,11 +45,13 @@ pub fn refuse(device: Device, gpu: GpuUuid) -> Refused {
 pub struct Process {
     /// The PID in its own namespace: usually the container's, in which the driver reports it too.
     pub pid: u32,
-    /// Bytes that it holds.
-    pub charged: u64,
+    /// Bytes that it is charged, of which programs see `size`.
+    charged: u64,
+    /// Its memory: one value for all lists. The sum of all is the memory that the shares use.
+    pub size: u64,
 }
 
-// SAFETY: two numbers.
+// SAFETY: numbers.
 unsafe impl Plain for Process {}
 
 /// The users of this container's shares of a GPU.
@@ -64,7 +66,7 @@ impl Users {
     /// The users of a handle's GPU; `None` if its memory is not capped, so that there is no account.
     pub fn of(device: Device) -> Result<Option<Self>, Return> {
         let gpu = identify(device).ok_or(Return::NO_PERMISSION)?;
-        let (mut known, mut capped, mut cores) = (false, true, 0u32);
+        let (mut known, mut capped, mut cores, mut context) = (false, true, 0u32, 0);
         let mut users = Self {
             processes: Buffer::new(SLOTS * MAX_SHARES)?,
             len: 0,
@@ -76,6 +78,7 @@ impl Users {
                 capped &= share.limit.is_some();
                 cores = cores.saturating_add(share.cores.map_or(100, u32::from));
                 if share.limit.is_some() {
+                    context = share.context.max(context);
                     accounts::processes(share, &mut |pid, charged| users.add(pid, charged))?;
                 }
             }
@@ -87,6 +90,7 @@ impl Users {
             return Err(Return::NO_PERMISSION);
         }
         users.cores = cores.clamp(1, 100);
+        users.hide(context);
         Ok(capped.then_some(users))
     }
 
@@ -101,8 +105,22 @@ impl Users {
         if let Some(process) = known.iter_mut().find(|process| process.pid == pid) {
             process.charged = process.charged.saturating_add(charged);
         } else if let Some(place) = free.first_mut() {
-            *place = Process { pid, charged };
+            *place = Process {
+                pid,
+                charged,
+                size: 0,
+            };
             self.len += 1;
+        }
+    }
+
+    /// Sets the sizes. One context is not part of the memory and is not shown to programs (`memory`): it is that of
+    /// the first process.
+    fn hide(&mut self, mut context: u64) {
+        for process in self.processes.first(self.len) {
+            let hidden = process.charged.min(context);
+            process.size = process.charged - hidden;
+            context -= hidden;
         }
     }
 

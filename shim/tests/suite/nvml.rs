@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_tests::{Driver, World, text};
 
-use crate::cap::{CAP, GPU_0, GPU_1, ready};
+use crate::cap::{BLOCK, CAP, GPU_0, GPU_1, ready};
 
 const MIB: u64 = 1 << 20;
 /// A process of another container, and one with a host PID.
@@ -66,6 +66,15 @@ fn is(answers: &Answers, name: &str, code: i64, values: &str) {
     );
 }
 
+/// The answer is a list of these entries, which begin with a PID, in any order.
+fn has(answers: &Answers, name: &str, count: &str, entries: &[String]) {
+    let (code, values) = &answers[name];
+    let mut words: Vec<&str> = values.split(' ').collect();
+    words[1..].sort_by_key(|entry| entry.split(',').next().unwrap().parse::<u64>().unwrap());
+    assert_eq!((*code, words[0]), (0, count), "{name}: {values}");
+    assert_eq!(words[1..], *entries, "{name}");
+}
+
 #[test]
 fn the_shares_own_processes_and_what_they_take() {
     let world = World::new(Driver::Odd);
@@ -98,18 +107,12 @@ fn the_shares_own_processes_and_what_they_take() {
         &[a, FOREIGN[0]],
     );
     let used: u64 = 14 * MIB;
-    is(
-        &answers,
-        "nvmlDeviceGetMemoryInfo",
-        0,
-        &format!("{CAP},{},{used}", CAP - used),
-    );
-    is(
-        &answers,
-        "nvmlDeviceGetBAR1MemoryInfo",
-        0,
-        &format!("{CAP},{},{used}", CAP - used),
-    );
+    let memory = format!("{CAP},{},{used}", CAP - used);
+    for name in ["Memory", "BAR1Memory"] {
+        is(&answers, &format!("nvmlDeviceGet{name}Info"), 0, &memory);
+    }
+    let protected = "nvmlDeviceGetConfComputeProtectedMemoryUsage";
+    is(&answers, protected, 0, &memory);
     // Their order is that of their slots, which is arbitrary.
     let holders: Vec<String> = charged
         .iter()
@@ -117,20 +120,20 @@ fn the_shares_own_processes_and_what_they_take() {
         .map(|(pid, bytes)| format!("{pid},{bytes}"))
         .collect();
     assert_eq!(holders.len(), 2);
-    let same = |name: &str, count: &str, entries: &[String]| {
-        let (code, values) = &answers[name];
-        let mut words: Vec<&str> = values.split(' ').collect();
-        words[1..].sort_by_key(|entry| entry.split(',').next().unwrap().parse::<u64>().unwrap());
-        assert_eq!((*code, words[0]), (0, count), "{name}: {values}");
-        assert_eq!(words[1..], *entries, "{name}");
-    };
+    let same = |name: &str, count: &str, entries: &[String]| has(&answers, name, count, entries);
     for name in ["", "_v2", "_v3"].map(|v| format!("nvmlDeviceGetComputeRunningProcesses{v}")) {
         same(&name, "2", &holders);
         is(&answers, &format!("{name}/small"), 7, "2");
     }
     same("details/0", "2", &holders);
-    for mode in ["details/1", "details/2"] {
-        is(&answers, mode, 0, "0");
+    same("table/213", "2", &holders);
+    is(&answers, "table/213/small", 7, "2");
+    for pid in [a, b] {
+        let name = format!("process {pid}");
+        is(&answers, &format!("table/213/{pid}"), 0, &name);
+    }
+    for other in ["table/214", "table/215", "details/1", "details/2"] {
+        is(&answers, other, 0, "0");
     }
     for kind in ["Graphics", "MPSCompute"] {
         is(
@@ -287,6 +290,9 @@ fn a_gpu_without_a_cap_is_the_drivers() {
         &foreign,
     );
     is(&answers, "details/0", 0, &foreign);
+    for place in 213..=215 {
+        is(&answers, &format!("table/{place}"), 0, &foreign);
+    }
     is(&answers, "nvmlDeviceGetUtilizationRates", 0, "97,96");
     is(&answers, "dynamic", 0, "97,96,95,0");
     is(&answers, "samples/1", 0, "97,97");
@@ -303,10 +309,47 @@ fn nvml_shows_no_other_share_of_a_gpu_without_a_page() {
     for name in [
         "nvmlDeviceGetMemoryInfo",
         "nvmlDeviceGetComputeRunningProcesses_v3",
+        "table/213",
+        "table/214",
+        "table/215",
         "nvmlDeviceGetUtilizationRates",
         "nvmlDeviceGetProcessUtilization",
         "nvmlDeviceGetAccountingPids",
     ] {
         assert_eq!(answers[name].0, 4, "{name}: {answers:?}");
+    }
+}
+
+/// nvidia-smi needs the rest of its private table; of other tables nothing is known.
+#[test]
+fn of_nvidias_private_tables_only_the_lists_are_ours() {
+    const NOT_SUPPORTED: i64 = 3;
+    let world = World::new(Driver::Odd);
+    world.share("gpu-0", GPU_0, Some(CAP));
+    let mut probe = ready(&world, 1);
+    probe.must(&format!("alloc {BLOCK}"));
+    driver_says(&world, &[(FOREIGN[0], 40 << 30, 60)]);
+    let with_words = |words: &str| {
+        let mut command = world.command("python3");
+        command
+            .env("ODD_NVML_WORDS", words)
+            .env("ODD_NVML_COARSE", "1");
+        ask_by(command, &world, "nvmlDeviceGetHandleByIndex_v2", "0", &[])
+    };
+    for words in ["217", "251"] {
+        let answers = with_words(words);
+        is(&answers, "table", 0, words);
+        is(&answers, "table/last", 7, "");
+        let own = format!("1 {},{BLOCK}", probe.pid());
+        is(&answers, "table/213", 0, &own);
+        let name = format!("table/213/{}", probe.pid());
+        is(&answers, &name, 0, "[Not Found]");
+        let foreign = format!("1 {},{}", FOREIGN[0], 40u64 << 30);
+        is(&answers, "other/213", 0, &foreign);
+    }
+    // A table that ends before the lists is of a driver that nobody has seen.
+    for words in ["215", "5000"] {
+        let answers = with_words(words);
+        is(&answers, "table", NOT_SUPPORTED, "0");
     }
 }

@@ -1,10 +1,11 @@
 //! On the simulated machine: compares the shim's answers with what the GPU holds.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tranche_shim_tests::{DRIVER, Driver, Machine, Node, Probe, Share, World, text};
+use tranche_shim_tests::{DRIVER, Driver, Machine, Node, Probe, Share, World, real_drivers, text};
 
 use crate::cap::{BLOCK, CAP};
 use crate::families::{Case, with_variable, write};
@@ -366,13 +367,100 @@ fn every_view_of_nvidia_smi_tells_the_share() {
             "{which}"
         );
     }
-    // It gets the processes from a private table of the driver, which lists those of this PID namespace.
-    let query = [
-        "--query-compute-apps=pid,used_memory",
-        "--format=csv,noheader",
-    ];
-    let apps = see(&query);
-    assert!(apps.contains(&format!("{}, ", probe.pid())), "{apps}");
+}
+
+/// The neighbour is in the same PID namespace, as with `tranche run`, in a pod with `shareProcessNamespace` and with
+/// `hostPID`: the driver lists its processes too.
+#[test]
+fn every_list_has_the_shares_processes_with_sizes_whose_sum_is_what_is_used() {
+    const CONTEXT: u64 = 530 * MIB;
+    let world = World::new(Driver::Simulator(1));
+    let gpu = world.node().gpus()[0].uuid.clone();
+    world.share_beside("gpu-0", &gpu, Some(CAP), CONTEXT);
+    let mut neighbour = world.probe(DRIVER);
+    ready(&mut neighbour, 0);
+    neighbour.must(&format!("alloc {}", 30u64 << 30));
+    let mut probes = [world.probe("name"), world.probe("name")];
+    for (probe, gib) in probes.iter_mut().zip([5u64, 1]) {
+        ready(probe, 0);
+        probe.must(&format!("alloc {}", gib << 30));
+    }
+    let pids = probes.each_ref().map(|probe| u64::from(probe.pid()));
+
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/nvml-client.py");
+    let ran = world.run("python3", &[script, "nvmlDeviceGetHandleByIndex_v2", "0"]);
+    let answers = text(&ran.stdout);
+    let entries = |name: &str| {
+        let line = answers.lines().find_map(|line| {
+            let entries = line.strip_prefix(name)?.strip_prefix(" 0 2 ")?;
+            Some(entries.replace(',', " "))
+        });
+        let line = line.unwrap_or_else(|| panic!("{name}: {answers}{}", text(&ran.stderr)));
+        by_pid(line.split(' '))
+    };
+    let sizes = entries("nvmlDeviceGetComputeRunningProcesses_v3");
+    assert_eq!(sizes.keys().copied().collect::<BTreeSet<_>>(), pids.into());
+    // One of the two contexts takes its part of the cap.
+    let used = (6 << 30) + CONTEXT;
+    assert_eq!(sizes.values().sum::<u64>(), used);
+    let memory = format!("nvmlDeviceGetMemoryInfo 0 {CAP},{},{used}\n", CAP - used);
+    assert!(answers.contains(&memory), "{answers}");
+    for name in [
+        "nvmlDeviceGetComputeRunningProcesses",
+        "nvmlDeviceGetComputeRunningProcesses_v2",
+        "details/0",
+        "table/213",
+    ] {
+        assert_eq!(entries(name), sizes, "{name}");
+    }
+
+    let own = world.node().root().join("usr/bin/nvidia-smi");
+    for smi in [own, real_drivers().join("trixie/nvidia-smi")] {
+        let see = |arguments: &[&str]| {
+            let ran = world.run(&smi, arguments);
+            assert_eq!(text(&ran.stderr), "", "{arguments:?}");
+            text(&ran.stdout)
+        };
+        let mib: BTreeMap<u64, u64> = sizes.iter().map(|(pid, size)| (*pid, size / MIB)).collect();
+        let query = "--query-compute-apps=pid,used_memory";
+        let apps = see(&[query, "--format=csv,noheader,nounits"]);
+        assert_eq!(by_pid(apps.split([',', '\n'])), mib, "{apps}");
+        let query = ["--query-gpu=memory.used", "--format=csv,noheader"];
+        assert_eq!(see(&query), format!("{} MiB\n", used / MIB));
+        let others = neighbour.pid().to_string();
+        // Each view has a row for each process, and its size at the end of the row or behind this word.
+        for (arguments, size) in [
+            (&[][..], ""),
+            (&["-q"], "Used GPU Memory"),
+            (&["-q", "-x"], "<used_memory>"),
+            (&["pmon", "-c", "1", "-s", "m"], ""),
+        ] {
+            let view = see(arguments);
+            assert!(!view.contains(&others), "{arguments:?}: {view}");
+            for (pid, mib) in &mib {
+                let mut lines = view.lines();
+                let row = lines.find(|line| line.contains(&pid.to_string()));
+                let row = if size.is_empty() {
+                    row
+                } else {
+                    lines.find(|line| line.contains(size))
+                };
+                let row = row.unwrap_or_else(|| panic!("{arguments:?}: no {pid}: {view}"));
+                assert!(
+                    row.contains(&format!(" {mib}")) || row.contains(&format!(">{mib} ")),
+                    "{row}"
+                );
+            }
+        }
+        assert!(see(&[]).contains("tranche-shim-probe"), "{}", see(&[]));
+    }
+}
+
+/// Pairs of a PID and a number.
+fn by_pid<'a>(words: impl Iterator<Item = &'a str>) -> BTreeMap<u64, u64> {
+    let words = words.map(str::trim).filter(|word| !word.is_empty());
+    let numbers: Vec<u64> = words.map(|word| word.parse().unwrap()).collect();
+    numbers.chunks(2).map(|pair| (pair[0], pair[1])).collect()
 }
 
 /// The GPU is busy with a neighbour's kernels; the share's utilization is 0.
@@ -450,7 +538,7 @@ fn in_a_pid_namespace_of_its_own_a_share_sees_its_own_processes() {
         "--query-compute-apps=gpu_uuid,pid,used_memory",
         "--format=csv,noheader",
     ]);
-    assert_eq!(apps, format!("{first}, 1, 5638 MiB\n"));
+    assert_eq!(apps, format!("{first}, 1, 5120 MiB\n"));
     let kernel = probe.must("kernel sim_busy_1ms").number(0);
     probe.send(&format!("launch plain {kernel} 20000 50"));
     let query = ["--query-gpu=utilization.gpu", "--format=csv,noheader"];
