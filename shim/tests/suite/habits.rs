@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use tranche_shim_tests::{DRIVER, Driver, Machine, Probe, World, install, real_drivers};
 
+use crate::families::{create, reserve};
 use crate::real::{RELEASES, functions};
 
 const MIB: u64 = 1 << 20;
@@ -305,6 +306,25 @@ fn whatever_is_smaller_than_a_block_shares_blocks() {
         vec![bare.held() / BLOCK]
     });
     assert_eq!(found, [vec![4], vec![1]]);
+}
+
+#[test]
+fn only_whole_allocations_are_mapped() {
+    let found = on_both(|bare| {
+        let handle = create(&mut bare.probe, 4 * BLOCK);
+        let base = reserve(&mut bare.probe, 8 * BLOCK);
+        let map = |blocks| {
+            let bytes = blocks * BLOCK;
+            let call = format!("cuMemMap {base} {bytes} 0 {handle} 0");
+            let is_mapped = bare.probe.call(&call) == DONE;
+            if is_mapped {
+                bare.call(&format!("cuMemUnmap {base} {bytes}"));
+            }
+            u64::from(is_mapped)
+        };
+        [1, 2, 3, 4, 5].map(map).to_vec()
+    });
+    assert_eq!(found, [[1, 1, 1, 1, 0], [0, 0, 0, 1, 0]]);
 }
 
 #[test]

@@ -16,10 +16,12 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use rustix::fs::{FlockOperation, MemfdFlags, Mode, OFlags, flock, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
+use tranche_simulator_machine::layout::Habit;
 
 use crate::abi::{Location, ON_DEVICE};
 use crate::code::Code;
 use crate::device::{device, devices};
+use crate::driver::has;
 use crate::heap::BLOCK;
 use crate::memory;
 use crate::space::{MemoryKind, Region, regions};
@@ -319,7 +321,7 @@ pub fn map(address: u64, bytes: u64, offset: usize, handle: u64) -> Result<(), C
         return Err(Code::INVALID_VALUE);
     }
     let physical = vmm.get(handle)?;
-    if bytes > physical.bytes {
+    if bytes > physical.bytes || bytes < physical.bytes && has(Habit::WholeMaps) {
         return Err(Code::INVALID_VALUE);
     }
     // SAFETY: the stretch is reserved and free, and the file is as long, all checked above. There is no access before

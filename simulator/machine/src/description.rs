@@ -79,6 +79,8 @@ pub struct Habits {
     pub managed_memory_occupies: bool,
     /// Allocations smaller than a block of 2 MiB share blocks, whatever their sizes.
     pub mixed_blocks: bool,
+    /// `cuMemMap` maps whole physical allocations and multicast objects only.
+    pub whole_maps: bool,
     /// Time that a launch keeps the calling thread busy, in nanoseconds; at most a second.
     pub launch_nanos: u32,
     /// Time for which a GPU is idle when it switches to another process, in microseconds; at most a second.

@@ -88,6 +88,8 @@ pub enum Habit {
     ManagedMemoryOccupies = 8,
     /// [`Habits::mixed_blocks`]
     MixedBlocks = 16,
+    /// [`Habits::whole_maps`]
+    WholeMaps = 32,
 }
 
 impl Header {
@@ -104,6 +106,7 @@ impl Header {
             (Habit::GraphMemoryStays, habits.graph_memory_stays),
             (Habit::ManagedMemoryOccupies, habits.managed_memory_occupies),
             (Habit::MixedBlocks, habits.mixed_blocks),
+            (Habit::WholeMaps, habits.whole_maps),
         ];
         let on = switches.iter().filter(|(_, is_on)| *is_on);
         self.habits = on.fold(0, |bits, (habit, _)| bits | *habit as u32);
@@ -499,6 +502,7 @@ mod tests {
             (Habit::GraphMemoryStays, false),
             (Habit::ManagedMemoryOccupies, false),
             (Habit::MixedBlocks, true),
+            (Habit::WholeMaps, false),
         ] {
             assert_eq!(habits.header.has(habit), is_on, "{habit:?}");
             assert!(!simple.header.has(habit));
