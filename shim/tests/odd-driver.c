@@ -260,9 +260,18 @@ CUresult cuMemGetAllocationPropertiesFromHandle(int *properties, uint64_t handle
     properties[0] = 1; properties[2] = 1;
     return OK;
 }
-CUresult cuMemAddressReserve(uint64_t *at, size_t bytes, size_t align, uint64_t hint, uint64_t flags) { *at = 0x600000000000; return OK; }
-CUresult cuMemAddressFree(uint64_t at, size_t bytes) { return OK; }
-CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) { return bytes > foreign ? INVALID_VALUE : OK; }
+enum { RANGE = 0x600000000000 };
+static size_t reserved;
+CUresult cuMemAddressReserve(uint64_t *at, size_t bytes, size_t align, uint64_t hint, uint64_t flags) { *at = RANGE; reserved = bytes; return OK; }
+CUresult cuMemAddressFree(uint64_t at, size_t bytes) { reserved = 0; return OK; }
+// Sizes that can be mapped are multiples of this.
+static size_t map_step = 2 << 20;
+void odd_map_step(size_t bytes) { map_step = bytes; }
+CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) {
+    if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
+    if (at == RANGE && reserved && bytes > reserved) return INVALID_VALUE;
+    return bytes > foreign || bytes % map_step ? INVALID_VALUE : OK;
+}
 CUresult cuMemUnmap(uint64_t at, size_t bytes) { return OK; }
 CUresult cuMemRelease(uint64_t handle) { return OK; }
 CUresult cuMemAllocManaged(uint64_t *pointer, size_t size, unsigned flags) { return allocate(pointer, size); }

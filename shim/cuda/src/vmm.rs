@@ -12,11 +12,11 @@ use tranche_shim_core::physical::{Id, Mark, Physical};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{
-    CUarrayMapInfo, CUdevice, CUdeviceptr, CUmemAllocationProp,
-    CUmemGenericAllocationHandle as Handle, CUresult,
+    CUarrayMapInfo, CUdeviceptr, CUmemAllocationProp, CUmemGenericAllocationHandle as Handle,
+    CUresult,
 };
 use crate::charge::{Reserved, charge, let_go};
-use crate::device::Device;
+use crate::device::{Device, Residence};
 use crate::driver::{Call, real};
 use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::keys::{Kind, key};
@@ -237,7 +237,7 @@ fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
         // It was imported before under the same handle.
         return CUresult::SUCCESS;
     }
-    let bytes = size_of_imported(device, handle);
+    let bytes = size_of_imported(process, device, handle);
     match Reserved::new(process, device, bytes, bytes) {
         Ok(reserved) => {
             reserved.import(handle, 0);
@@ -267,57 +267,73 @@ fn device_of(process: &'static Process, handle: Handle) -> Option<&'static Devic
     process.device(properties.location.device()?)
 }
 
-/// The size of another process's memory: the most that can be mapped of it. If that cannot be found out, the size of the
-/// device's memory.
-fn size_of_imported(device: &Device, handle: Handle) -> u64 {
-    let mut total = 0usize;
+/// The size of another process's memory: the most that can be mapped of it. If that cannot be found out, or if it is more
+/// than the device's shares may hold, a size that is more than that.
+///
+/// It is found out before the program has the handle, because the handle alone keeps the memory when its exporter has freed
+/// it. A driver may map parts of an allocation, or only the whole: then the smallest size that it maps is the whole, and no
+/// multiple of it can be mapped.
+fn size_of_imported(process: &Process, device: &Device, handle: Handle) -> u64 {
+    let limit = process.limit(device, Residence::Gpu);
+    let too_much = device.taken_by(limit) + device.block;
+    // Also for a multiple of the smallest size that is more than that.
+    let reserved = 2 * too_much;
     let mut range = 0;
-    // SAFETY: writes the local numbers.
+    // SAFETY: writes the local number.
     let result = unsafe {
-        real!(cuDeviceTotalMem_v2: fn(*mut usize, CUdevice))(&raw mut total, device.handle);
-        real!(cuMemAddressReserve: fn(*mut CUdeviceptr, usize, usize, CUdeviceptr, u64))(
+        real!(cuMemAddressReserve: fn(*mut CUdeviceptr, u64, usize, CUdeviceptr, u64))(
             &raw mut range,
-            total,
+            reserved,
             0,
             0,
             0,
         )
     };
-    let total = total as u64;
     if !result.is_ok() {
-        return total;
+        return too_much;
     }
-    let can_map = |bytes: u64| {
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        // SAFETY: maps the handle's memory to a range of our own, and unmaps it.
-        unsafe {
-            let map = real!(cuMemMap: fn(CUdeviceptr, usize, usize, Handle, u64));
-            let mapped = map(range, bytes, 0, handle, 0).is_ok();
-            if mapped {
-                real!(cuMemUnmap: fn(CUdeviceptr, usize))(range, bytes);
+    let find = || {
+        let mut smallest = device.block;
+        while !can_map(range, smallest, handle)? {
+            smallest += device.block;
+            if smallest > limit {
+                return None;
             }
-            mapped
         }
+        // Multiples of it that can be mapped, and that cannot.
+        let (mut most, mut too_many) = (1, too_much.div_ceil(smallest) + 1);
+        while too_many - most > 1 {
+            let middle = most + (too_many - most) / 2;
+            if can_map(range, middle * smallest, handle)? {
+                most = middle;
+            } else {
+                too_many = middle;
+            }
+        }
+        Some(most * smallest)
     };
-    // Blocks that can be mapped, and that cannot.
-    let (mut most, mut too_many) = (0, total / device.block + 1);
-    while too_many - most > 1 {
-        let middle = most + (too_many - most) / 2;
-        if can_map(middle * device.block) {
-            most = middle;
-        } else {
-            too_many = middle;
-        }
-    }
+    let found = find();
     // SAFETY: our own range, in which nothing is mapped.
     unsafe {
-        real!(cuMemAddressFree: fn(CUdeviceptr, usize))(range, usize::try_from(total).unwrap_or(0));
+        real!(cuMemAddressFree: fn(CUdeviceptr, u64))(range, reserved);
     }
-    if most == 0 {
-        total
-    } else {
-        most * device.block
-    }
+    found.unwrap_or(too_much)
+}
+
+/// Whether so many bytes of a handle's memory can be mapped; `None` for an error that says nothing about the size. The range
+/// is this module's own.
+#[inline(never)]
+fn can_map(range: CUdeviceptr, bytes: u64, handle: Handle) -> Option<bool> {
+    // SAFETY: maps the memory to a range of our own, and unmaps it.
+    let result = unsafe {
+        match real!(cuMemMap: fn(CUdeviceptr, u64, usize, Handle, u64))(range, bytes, 0, handle, 0)
+        {
+            CUresult::INVALID_VALUE => return Some(false),
+            CUresult::SUCCESS => real!(cuMemUnmap: fn(CUdeviceptr, u64))(range, bytes),
+            code => code,
+        }
+    };
+    result.is_ok().then_some(true)
 }
 
 /// The kind of tokens of 64 bytes that other nodes of a fabric understand.

@@ -281,6 +281,63 @@ fn an_import_is_charged_for_as_long_as_it_is_held() {
     assert_eq!(share.used(), 0);
 }
 
+/// The driver does not return the size of what it imports. It is found out whichever sizes the driver maps: all multiples of
+/// a block, or of a larger size, or the whole alone.
+#[test]
+fn the_size_of_an_import_is_found_out() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let import = "cuMemImportFromShareableHandle &0 7 1";
+    let most = CAP / BLOCK;
+    for (blocks, step, fits) in [
+        (1, 1, true),
+        (2, 1, true),
+        (8, 1, true),
+        (most - 1, 1, true),
+        (most, 1, true),
+        (8, 4, true),
+        (12, 4, true),
+        (3, 3, true),
+        (1000, 1000, true),
+        (most, most / 2, true),
+        (most, most, true),
+        // More than the share may hold.
+        (most + 1, 1, false),
+        (100 * most, 1, false),
+        (most + 4, 4, false),
+        (2 * most - 2, most - 1, false),
+        (most + 1, most + 1, false),
+        // Nothing can be mapped.
+        (3, 4, false),
+    ] {
+        probe.ask(&format!("steer foreign {}", blocks * BLOCK));
+        probe.ask(&format!("steer map_step {}", step * BLOCK));
+        let code = probe.call(import);
+        let handle = probe.must("words 0 1").number(0);
+        if fits {
+            assert_eq!(
+                (code, share.used()),
+                (0, blocks * BLOCK),
+                "{blocks} by {step}"
+            );
+            assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+        } else {
+            assert_eq!(code, OUT_OF_MEMORY, "{blocks} by {step}");
+        }
+        assert_eq!(share.used(), 0);
+    }
+    // An error that says nothing about the size.
+    probe.ask(&format!("steer foreign {}", 8 * BLOCK));
+    probe.ask(&format!("steer map_step {BLOCK}"));
+    for code in [OUT_OF_MEMORY, 800] {
+        probe.ask(&format!("steer fail_next {code}"));
+        assert_eq!(probe.call(import), OUT_OF_MEMORY, "{code}");
+        assert_eq!(share.used(), 0);
+    }
+    probe.get(import);
+    assert_eq!(share.used(), 8 * BLOCK);
+}
+
 /// Imports into a context, and mappings to its sparse arrays, end with it.
 #[test]
 fn what_a_context_holds_of_others_ends_with_it() {

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use tranche_shim_tests::{Driver, Machine, Probe, Share, World};
+use tranche_shim_tests::{DRIVER, Driver, Machine, Probe, Share, World};
 
 use crate::cap::{BLOCK, CAP, GPU_0, ready};
 
@@ -340,6 +340,118 @@ fn an_import_outlives_its_exporter() {
     assert_eq!(case.share.used(), BYTES + case.context);
     assert_eq!(case.probe.call(&format!("cuMemRelease {imported}")), DONE);
     assert_eq!(case.share.used(), case.context);
+}
+
+/// Maps a handle's memory at an address, with access to it.
+fn map(probe: &mut Probe, at: u64, bytes: u64, handle: u64) {
+    probe.must("set 40 1 3");
+    for call in [
+        format!("cuMemMap {at} {bytes} 0 {handle} 0"),
+        format!("cuMemSetAccess {at} {bytes} &40 1"),
+    ] {
+        assert_eq!(probe.call(&call), DONE, "{call}");
+    }
+}
+
+/// The handle under which a process imports what another one has exported.
+fn import(probe: &mut Probe, exporter: &Probe, file: u64) -> Result<u64, i64> {
+    let take = format!("take-descriptor {} {file}", exporter.pid());
+    let file = probe.must(&take).number(0);
+    let code = probe.call(&format!("cuMemImportFromShareableHandle &0 {file} 1"));
+    let imported = probe.must("words 0 1").number(0);
+    probe.must(&format!("close {file}"));
+    if code == DONE {
+        Ok(imported)
+    } else {
+        Err(code)
+    }
+}
+
+/// Imports are charged their size, whether the driver maps parts of an allocation or only the whole.
+#[test]
+fn what_another_process_exported_is_imported_and_charged() {
+    for machine in Machine::ALL {
+        let mut case = Case::on(machine);
+        let mut exporter = case.world.probe("name");
+        exporter.must("init");
+        exporter.must("primary 0");
+        let contexts = 2 * case.context;
+        for blocks in [1, 2, 7, 64, 1001] {
+            let bytes = blocks * BLOCK;
+            let handle = create(&mut exporter, bytes);
+            let base = reserve(&mut exporter, bytes);
+            map(&mut exporter, base, bytes, handle);
+            let write = format!("cuMemsetD8_v2 {base} 90 {bytes}");
+            assert_eq!(exporter.call(&write), DONE);
+            let file = export(&mut exporter, handle);
+            let probe = &mut case.probe;
+            let imported = import(probe, &exporter, file).unwrap();
+            assert_eq!(case.share.used(), 2 * bytes + contexts, "{machine:?}");
+            let at = reserve(probe, bytes);
+            map(probe, at, bytes, imported);
+            let read = format!("cuMemcpyDtoH_v2 &8 {} 8", at + bytes - 8);
+            assert_eq!(probe.call(&read), DONE);
+            assert_eq!(probe.must("words 8 1").number(0), 0x5a5a_5a5a_5a5a_5a5a);
+            // The exporter frees it, and only the import keeps it.
+            for call in [
+                format!("cuMemUnmap {base} {bytes}"),
+                format!("cuMemRelease {handle}"),
+            ] {
+                assert_eq!(exporter.call(&call), DONE);
+            }
+            exporter.must(&format!("close {file}"));
+            exporter.must("info");
+            assert_eq!(case.share.used(), bytes + contexts);
+            for (call, left) in [
+                (format!("cuMemRelease {imported}"), bytes),
+                (format!("cuMemUnmap {at} {bytes}"), 0),
+            ] {
+                assert_eq!(case.probe.call(&call), DONE);
+                assert_eq!(case.share.used(), left + contexts);
+            }
+            case.wait_until_held(case.context);
+        }
+    }
+}
+
+/// If the share has no room for an import, it is refused, and nothing is charged or kept of it.
+#[test]
+fn an_import_beyond_the_cap_is_refused() {
+    for machine in Machine::ALL {
+        let mut case = Case::on(machine);
+        // A process without the shim.
+        let mut exporter = case.world.probe(DRIVER);
+        exporter.must("init");
+        exporter.must("primary 0");
+        let other = case.world.node().gpus()[0].used - case.context;
+        let rest = case.probe.must(&format!("alloc {}", CAP - 8 * BLOCK));
+        let rest = rest.number(0);
+        let charged = case.share.used();
+        for blocks in [9, 1000, CAP / BLOCK, CAP / BLOCK + 1, CAP / BLOCK + 100] {
+            let handle = create(&mut exporter, blocks * BLOCK);
+            let file = export(&mut exporter, handle);
+            let result = import(&mut case.probe, &exporter, file);
+            assert_eq!(result, Err(OUT_OF_MEMORY), "{blocks} {machine:?}");
+            assert_eq!(case.share.used(), charged);
+            // It exists as long as its exporter keeps it.
+            assert_eq!(exporter.call(&format!("cuMemRelease {handle}")), DONE);
+            exporter.must(&format!("close {file}"));
+            case.wait_until_held(other + CAP - 8 * BLOCK);
+        }
+        let handle = create(&mut exporter, 8 * BLOCK);
+        let file = export(&mut exporter, handle);
+        import(&mut case.probe, &exporter, file).unwrap();
+        assert_eq!(case.share.used(), CAP + case.context);
+        case.probe.must(&format!("free {rest}"));
+        // What a killed process has imported is given back.
+        case.probe.kill();
+        let mut next = case.world.probe("name");
+        next.must("init");
+        next.must("primary 0");
+        let all = next.must(&format!("alloc {CAP}")).number(0);
+        next.must(&format!("free {all}"));
+        assert_eq!(case.share.used(), case.context);
+    }
 }
 
 #[test]
