@@ -274,8 +274,7 @@ fn device_of(process: &'static Process, handle: Handle) -> Option<&'static Devic
 /// it. A driver may map parts of an allocation, or only the whole: then the smallest size that it maps is the whole, and no
 /// multiple of it can be mapped.
 fn size_of_imported(process: &Process, device: &Device, handle: Handle) -> u64 {
-    let limit = process.limit(device, Residence::Gpu);
-    let too_much = device.taken_by(limit) + device.block;
+    let too_much = (process.limit(device, Residence::Gpu) | (device.block - 1)) + 1;
     // Also for a multiple of the smallest size that is more than that.
     let reserved = 2 * too_much;
     let mut range = 0;
@@ -294,16 +293,13 @@ fn size_of_imported(process: &Process, device: &Device, handle: Handle) -> u64 {
     }
     let find = || {
         let mut smallest = device.block;
-        while !can_map(range, smallest, handle)? {
+        while smallest < too_much && !can_map(range, smallest, handle)? {
             smallest += device.block;
-            if smallest > limit {
-                return None;
-            }
         }
         // Multiples of it that can be mapped, and that cannot.
-        let (mut most, mut too_many) = (1, too_much.div_ceil(smallest) + 1);
+        let (mut most, mut too_many) = (1, too_much / smallest + 2);
         while too_many - most > 1 {
-            let middle = most + (too_many - most) / 2;
+            let middle = u64::midpoint(most, too_many);
             if can_map(range, middle * smallest, handle)? {
                 most = middle;
             } else {
