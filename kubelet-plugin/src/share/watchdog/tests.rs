@@ -194,6 +194,12 @@ impl Node {
         result.is_err()
     }
 
+    /// Gives a process another PID in its own PID namespace than 7.
+    fn inner_pid(&self, pid: u32, inner: u32) {
+        let folder = self.world.dir.path().join("proc").join(pid.to_string());
+        fs::write(folder.join("status"), format!("NSpid:\t{pid}\t{inner}\n")).unwrap();
+    }
+
     /// A process on the GPU, in the cgroup `cgroup`.
     fn process(&self, pid: u32, bytes: u64, cgroup: &str) {
         let started = Proc::new("/proc").started(pid).unwrap_or(4711);
@@ -201,7 +207,7 @@ impl Node {
         fs::create_dir_all(&folder).unwrap();
         let tail = format!("1 1 1 0 -1 4194560 1 0 0 0 0 0 0 0 20 0 1 0 {started} 0 0");
         fs::write(folder.join("stat"), format!("{pid} (x) S {tail}")).unwrap();
-        fs::write(folder.join("status"), format!("NSpid:\t{pid}\t7\n")).unwrap();
+        self.inner_pid(pid, 7);
         fs::write(folder.join("cgroup"), format!("0::{cgroup}\n")).unwrap();
         fs::write(
             folder.join("mountinfo"),
@@ -466,8 +472,9 @@ async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
     // An honest program's context may be as large, until one was measured.
     node.seconds(5);
     assert!(bypassing.try_wait().unwrap().is_none());
-    node.slot(7, CONTEXT);
+    node.slot(8, CONTEXT);
     node.in_pod(4_000_001, CONTEXT);
+    node.inner_pid(4_000_001, 8);
     let events = node.seconds(4);
     assert!(
         events
