@@ -427,34 +427,45 @@ fn every_list_has_the_shares_processes_with_sizes_whose_sum_is_what_is_used() {
         assert_eq!(by_pid(apps.split([',', '\n'])), mib, "{apps}");
         let query = ["--query-gpu=memory.used", "--format=csv,noheader"];
         assert_eq!(see(&query), format!("{} MiB\n", used / MIB));
-        let others = neighbour.pid().to_string();
-        // Each view has a row for each process, and its size at the end of the row or behind this word.
-        for (arguments, size) in [
-            (&[][..], ""),
-            (&["-q"], "Used GPU Memory"),
-            (&["-q", "-x"], "<used_memory>"),
-            (&["pmon", "-c", "1", "-s", "m"], ""),
+        // What each view has for each process: in a line, or in a line each, its PID and its size, which are these numbers
+        // of the line.
+        let (first, second, third): (Number, Number, Number) =
+            (|it| it.first(), |it| it.get(1), |it| it.get(2));
+        let last: Number = |it| it.last();
+        for (arguments, (pid_line, pid), (size_line, size)) in [
+            (
+                &[][..],
+                ("tranche-shim-probe", second),
+                ("tranche-shim-probe", last),
+            ),
+            (&["-q"], ("Process ID", first), ("Used GPU Memory", first)),
+            (&["-q", "-x"], ("<pid>", first), ("<used_memory>", first)),
+            (
+                &["pmon", "-c", "1", "-s", "m"],
+                (" C ", second),
+                (" C ", third),
+            ),
         ] {
             let view = see(arguments);
-            assert!(!view.contains(&others), "{arguments:?}: {view}");
-            for (pid, mib) in &mib {
-                let mut lines = view.lines();
-                let row = lines.find(|line| line.contains(&pid.to_string()));
-                let row = if size.is_empty() {
-                    row
-                } else {
-                    lines.find(|line| line.contains(size))
-                };
-                let row = row.unwrap_or_else(|| panic!("{arguments:?}: no {pid}: {view}"));
-                assert!(
-                    row.contains(&format!(" {mib}")) || row.contains(&format!(">{mib} ")),
-                    "{row}"
-                );
-            }
+            let all = |part: &str, number: Number| -> Vec<u64> {
+                let lines = view.lines().filter(|line| line.contains(part));
+                let numbers = lines.map(|line| {
+                    let words = line.split(|it: char| !it.is_ascii_digit());
+                    words.filter_map(|word| word.parse().ok()).collect()
+                });
+                numbers
+                    .filter_map(|it: Vec<u64>| number(&it).copied())
+                    .collect()
+            };
+            let pids = all(pid_line, pid);
+            let seen: BTreeMap<u64, u64> = pids.into_iter().zip(all(size_line, size)).collect();
+            assert_eq!(seen, mib, "{arguments:?}: {view}");
         }
-        assert!(see(&[]).contains("tranche-shim-probe"), "{}", see(&[]));
     }
 }
+
+/// Which of a line's numbers is meant.
+type Number = fn(&[u64]) -> Option<&u64>;
 
 /// Pairs of a PID and a number.
 fn by_pid<'a>(words: impl Iterator<Item = &'a str>) -> BTreeMap<u64, u64> {
