@@ -192,6 +192,9 @@ pub struct CappedPolicy {
     pub on_partitions: Vec<String>,
 }
 
+/// The default of `unaccountedMemory`, in bytes.
+pub const UNACCOUNTED: u64 = 256 << 20;
+
 /// The valid names in `driverCapabilities`.
 pub const DRIVER_CAPABILITIES: [&str; 7] = [
     "compute", "utility", "video", "graphics", "display", "ngx", "opencl",
@@ -343,7 +346,7 @@ impl Default for CappedPolicy {
             context_memory: None,
             memory_oversubscription: 100,
             memory_step: Quantity::from_bytes(1 << 20),
-            unaccounted_memory: Quantity::from_bytes(256 << 20),
+            unaccounted_memory: Quantity::from_bytes(UNACCOUNTED),
             default_memory: None,
             cores_step: 1,
             default_cores: None,

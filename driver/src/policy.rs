@@ -17,7 +17,7 @@ use tranche_api::gpu_node::{Gpu, PublishedCapped, PublishedGpu, PublishedTimesha
 use tranche_api::quantity::{CountError, Quantity};
 use tranche_api::sharing_policy::{
     CAPPED_CAPABILITIES, DRIVER_CAPABILITIES, Interval, OnBypass, SharingPolicy, SharingPolicySpec,
-    UntestedDriver,
+    UNACCOUNTED, UntestedDriver,
 };
 use tranche_api::tier::Tier;
 
@@ -40,9 +40,6 @@ const MOST_CLIENTS: u32 = 48;
 
 /// Bytes of a CUDA context that nobody measured: drivers since 535 take 250 to 550 MiB on data centre GPUs.
 pub const UNMEASURED_CONTEXT: u64 = 512 << 20;
-
-/// Bytes that a process may hold beyond its share's account, unless a policy sets them.
-pub const UNACCOUNTED: u64 = 256 << 20;
 
 /// The least that a policy may set: the driver's rounding and its own code take as much in honest programs.
 pub const LEAST_UNACCOUNTED: u64 = 64 << 20;

@@ -29,7 +29,7 @@ pub fn inventory(description: &Description, sysfs: &Path) -> Inventory {
     inventory
 }
 
-/// What nvidia-uvm's parameter says; the module has the file from driver 535 on.
+/// What nvidia-uvm's parameter `uvm_disable_hmm` says: `Y` or `N`.
 fn heterogeneous_memory(sysfs: &Path) -> Option<bool> {
     let file = sysfs.join("module/nvidia_uvm/parameters/uvm_disable_hmm");
     match std::fs::read_to_string(file).ok()?.trim() {

@@ -4,8 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tranche_api::gpu_node::{Published, PublishedCapped, PublishedGpu};
-use tranche_api::sharing_policy::Interval;
+use tranche_api::sharing_policy::{Interval, UNACCOUNTED};
 use tranche_driver::cdi::Capability;
+use tranche_driver::policy::LEAST_UNACCOUNTED;
 
 /// What the policies ask of this node. Nothing is known before the controller has published anything and the plugin has
 /// read it.
@@ -48,6 +49,15 @@ impl NodePolicy {
         gpu.map(|gpu| gpu.capped.clone()).unwrap_or_default()
     }
 
+    /// Bytes that a process may hold on a GPU beyond its share's account.
+    #[must_use]
+    pub fn unaccounted_memory(&self, gpu_uuid: &str) -> u64 {
+        let asked = self.capped(gpu_uuid).unaccounted_memory;
+        let asked = asked.and_then(|amount| amount.to_count().ok());
+        // With less, honest programs would be reported.
+        asked.unwrap_or(UNACCOUNTED).max(LEAST_UNACCOUNTED)
+    }
+
     /// The length of time slices that is asked for timeshared shares of a GPU.
     #[must_use]
     pub fn interval(&self, gpu_uuid: &str) -> Interval {
@@ -72,8 +82,9 @@ mod tests {
         let policy = published(json!({
             "epoch": 1, "poolGeneration": 1,
             "gpus": [
-                {"uuid": "kill", "policy": "p", "capped": {"onBypass": "Kill"}},
-                {"uuid": "report", "capped": {"onBypass": "Report"}, "timeshared": {"interval": "Long"}},
+                {"uuid": "kill", "policy": "p", "capped": {"onBypass": "Kill", "unaccountedMemory": "1Gi"}},
+                {"uuid": "report", "capped": {"onBypass": "Report", "unaccountedMemory": "1Mi"},
+                    "timeshared": {"interval": "Long"}},
                 {"uuid": "newer", "capped": {
                     "onBypass": "Migrate", "another": 1,
                     "extraDriverCapabilities": ["video", "holograms", "compute", "other"],
@@ -90,6 +101,11 @@ mod tests {
         );
         assert_eq!(policy.capabilities("kill"), BTreeSet::new());
         assert_eq!(policy.interval("report"), Interval::Long);
+        assert_eq!(policy.unaccounted_memory("kill"), 1 << 30);
+        assert_eq!(policy.unaccounted_memory("report"), LEAST_UNACCOUNTED);
+        for uuid in ["newer", "empty", "bare", "not listed"] {
+            assert_eq!(policy.unaccounted_memory(uuid), UNACCOUNTED, "{uuid}");
+        }
         for uuid in ["kill", "newer", "bare", "not listed"] {
             assert_eq!(policy.interval(uuid), Interval::Default, "{uuid}");
         }

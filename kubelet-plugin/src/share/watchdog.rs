@@ -20,7 +20,6 @@ use tranche_api::sharing_policy::OnBypass;
 use tranche_api::withheld::reason;
 use tranche_api::{Quantity, WithheldGpu};
 use tranche_driver::journal::ClaimRecord;
-use tranche_driver::policy::{LEAST_UNACCOUNTED, UNACCOUNTED};
 use tranche_driver::preparation::{Cap, PAGES};
 use tranche_driver::usage;
 use tranche_driver::usage::departed::{Departed, Holding};
@@ -240,24 +239,20 @@ impl Watchdog {
         let mut last_findings = BTreeMap::new();
         let mut alive: Vec<(String, Alive)> = Vec::new();
         for (uuid, gpu) in &mut self.gpus {
-            let (mut held, shared) = held(&self.parts.ledger, &self.parts.layout, &devices, uuid);
             let model = model(&self.parts.state.borrow(), uuid);
-            held.context = model
-                .as_ref()
-                .and_then(|model| self.parts.contexts.get(model));
-            let context = held.context;
-            let policy = self.parts.policy.borrow().capped(uuid);
-            let asked = policy.unaccounted_memory.and_then(|it| it.to_count().ok());
-            let unaccounted = asked.unwrap_or(UNACCOUNTED).max(LEAST_UNACCOUNTED);
-            held.unaccounted = unaccounted;
-            let of_partitions = shared.into_values().map(|it| HeldOnGpu {
-                context,
-                unaccounted,
-                ..it
-            });
+            let nothing = HeldOnGpu {
+                gpu_uuid: uuid.clone(),
+                context: model
+                    .as_ref()
+                    .and_then(|model| self.parts.contexts.get(model)),
+                unaccounted: self.parts.policy.borrow().unaccounted_memory(uuid),
+                ..HeldOnGpu::default()
+            };
+            let (held, shared) = held(&self.parts.ledger, &self.parts.layout, &devices, nothing);
             let samples = self.probe.sample(&held, is_key).and_then(|whole| {
+                let shared = shared.into_values();
                 let of_partitions =
-                    gpu.sample_partitions(of_partitions, |held| self.probe.sample(held, is_key))?;
+                    gpu.sample_partitions(shared, |held| self.probe.sample(held, is_key))?;
                 Ok((whole, of_partitions))
             });
             let watched = match samples {
@@ -281,13 +276,8 @@ impl Watchdog {
                     gpu.log_findings(uuid, was_withheld, &findings);
                     for bypass in &findings.bypasses {
                         if let Some(device) = devices.get(&bypass.share) {
-                            let verdict = match (policy.on_bypass, context) {
-                                (OnBypass::Report, _) => Verdict::Reported,
-                                (OnBypass::Kill, None) => Verdict::Unmeasured,
-                                (OnBypass::Kill, Some(_)) => {
-                                    end_process(&self.parts, &self.proc, &mut self.ended, bypass)
-                                }
-                            };
+                            let verdict =
+                                respond(&self.parts, &self.proc, &mut self.ended, &held, bypass);
                             events.extend(report(&self.parts, uuid, device, bypass, verdict));
                         }
                     }
@@ -457,13 +447,19 @@ enum Verdict {
     Ended,
 }
 
-/// Ends the process of a bypass.
-fn end_process(
+/// Ends the process of a bypass, if the policy says so and the size of a context is known.
+fn respond(
     parts: &WatchdogParts,
     proc: &Proc,
     ended: &mut BTreeSet<ProcessId>,
+    held: &HeldOnGpu,
     bypass: &Bypass,
 ) -> Verdict {
+    match parts.policy.borrow().capped(&held.gpu_uuid).on_bypass {
+        OnBypass::Report => return Verdict::Reported,
+        OnBypass::Kill if held.context.is_none() => return Verdict::Unmeasured,
+        OnBypass::Kill => {}
+    }
     if !kill(proc, bypass) || !ended.insert(bypass.process) {
         return Verdict::Reported;
     }
@@ -599,22 +595,22 @@ fn devices(ledger: &Ledger) -> Devices {
 }
 
 /// What claims hold of one GPU, and of those of its partitions that they share, by the UUIDs of the MIG devices. NVML tells what
-/// each process holds of a MIG device, so the shares of a partition are compared there.
+/// each process holds of a MIG device, so the shares of a partition are compared there. `whole` is the GPU with nothing held.
 fn held(
     ledger: &Ledger,
     layout: &Layout,
     devices: &Devices,
-    gpu_uuid: &str,
+    mut whole: HeldOnGpu,
 ) -> (HeldOnGpu, BTreeMap<String, HeldOnGpu>) {
+    let nothing = whole.clone();
     let of = |uuid: &str| HeldOnGpu {
         gpu_uuid: uuid.to_owned(),
-        ..HeldOnGpu::default()
+        ..nothing.clone()
     };
-    let mut whole = of(gpu_uuid);
     let mut shared: BTreeMap<String, HeldOnGpu> = BTreeMap::new();
     for (key, (record, nth)) in devices {
         let device = &record.plan.devices[*nth];
-        if device.gpu_uuid != gpu_uuid {
+        if device.gpu_uuid != nothing.gpu_uuid {
             continue;
         }
         let uid = &record.plan.allocation.uid;

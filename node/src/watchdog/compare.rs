@@ -3,8 +3,8 @@
 //! **Why an honest share is never reported.** The shim charges memory before the driver allocates it and
 //! returns the charge after the driver has freed it, so at every instant a process holds no more than it is
 //! charged, except for what the shim does not see: rounding, code that is loaded at first use, profilers' buffers.
-//! The policy's `unaccountedMemory` covers these, and the measured size covers contexts beyond the assumed size. A slot is compared only if it did not
-//! change while NVML was read; if it changes constantly, the share's limit is used instead. Memory that the
+//! The policy's `unaccountedMemory` covers these, and the measured size covers contexts beyond the assumed size. A
+//! slot is compared only if it did not change while NVML was read; if it changes constantly, the share's limit is used instead. Memory that the
 //! driver frees late is gone in the next sample.
 //!
 //! **Why a bypass is reported.** Memory that is in no account is in NVML's figure and not in the slot. A

@@ -2,12 +2,12 @@
 //! always is.
 
 use proptest::prelude::*;
+use tranche_api::sharing_policy::UNACCOUNTED;
 
 use super::compare::{
     Basis, Findings, GpuWatch, Owner, ProcessId, ProcessSample, Sample, ShareSample, SlotSample,
     UNOWNED_TOLERANCE,
 };
-use tranche_driver::policy::UNACCOUNTED;
 
 const MIB: u64 = 1 << 20;
 /// The driver's allocation granularity.
