@@ -99,7 +99,7 @@ pub struct SharingPolicySpec {
         ".unaccountedMemory",
         "quantity(string(self.unaccountedMemory)).isInteger() \
          && quantity(string(self.unaccountedMemory)).asInteger() >= 67108864",
-        "must be a number of bytes, at least 64Mi, written without a decimal point",
+        "must be a whole number of bytes, at least 64Mi, written without a decimal point",
     ),
     rule(
         ".memoryStep",
