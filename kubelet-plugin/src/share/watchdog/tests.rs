@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{FileExt as _, symlink};
 use std::os::unix::process::ExitStatusExt as _;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -459,8 +459,9 @@ async fn the_policy_says_how_much_a_process_may_hold_in_no_account() {
 #[tokio::test]
 async fn by_policy_a_process_is_ended_and_a_foreign_one_never() {
     let mut node = Node::new().await;
-    let sleep = || Command::new("sleep").arg("600").spawn().unwrap();
-    let (mut bypassing, mut foreign) = (sleep(), sleep());
+    // Each ends with this test, however that ends.
+    let start = || Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+    let (mut bypassing, mut foreign) = (start(), start());
     node.in_pod(bypassing.id(), 8 * GIB);
     node.process(foreign.id(), 9 * GIB, "/system.slice/another.service");
     node.seconds(5);
