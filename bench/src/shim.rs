@@ -176,7 +176,7 @@ const PROCESSES: [usize; 4] = [1, 4, 16, 64];
 const LIVE: usize = 10_000;
 
 /// The promises' name, behind what, the call, and what counts: all of it where the driver is not called.
-const CALLS: [(&str, Shim, &str, Counts); 7] = [
+const CALLS: [(&str, Shim, &str, Counts); 10] = [
     ("shim-alloc", Shim::Capped, "alloc-free", Counts::Added),
     (
         "shim-alloc-live",
@@ -197,6 +197,19 @@ const CALLS: [(&str, Shim, &str, Counts); 7] = [
         "shim-launch-whole-time",
         Shim::WholeTime,
         "launch",
+        Counts::Added,
+    ),
+    (
+        "shim-async-pair",
+        Shim::Capped,
+        "alloc-free-async",
+        Counts::Added,
+    ),
+    ("shim-sync-pools", Shim::Capped, "sync-pools", Counts::Added),
+    (
+        "shim-mem-info-pools",
+        Shim::Capped,
+        "mem-info-pools",
         Counts::Added,
     ),
 ];

@@ -41,6 +41,9 @@ void odd_pool_step(size_t to) { pool_step = to; }
 static int frees_wait, waits;
 static size_t freed_later[64];
 void odd_frees_wait(int on) { frees_wait = on; }
+// They are out of use only after so many more waits, and given back by the next one.
+static int frees_last;
+void odd_frees_last(int more) { frees_last = more; }
 int odd_waits(int unused) { return waits; }
 void odd_pool_keeps(int on) { pool_keeps = on; }
 // The most that any device held at an allocation.
@@ -135,23 +138,28 @@ CUresult cuMemAlloc_v2(uint64_t *pointer, size_t size) { return allocate(pointer
 CUresult cuFutureAlloc(uint64_t *pointer, size_t size) { return allocate(pointer, size); }
 CUresult cuMemAlloc_v3(uint64_t *pointer, size_t size, int how) { return allocate(pointer, size); }
 CUresult cuMemAllocAsync(uint64_t *pointer, size_t size, void *stream) { return allocate_as(pointer, size, 1); }
-CUresult cuStreamIsCapturing(void *stream, unsigned *status) { *status = 0; return OK; }
+// How often the driver was asked about streams and pools.
+static int asked;
+int odd_asked(int unused) { return asked; }
+CUresult cuStreamIsCapturing(void *stream, unsigned *status) { asked++; *status = 0; return OK; }
 // A device's only pool is the device's number + 0x2000.
-CUresult cuDeviceGetMemPool(uint64_t *pool, int device) { *pool = 0x2000 + device; return OK; }
+CUresult cuDeviceGetMemPool(uint64_t *pool, int device) { asked++; *pool = 0x2000 + device; return OK; }
 CUresult cuDeviceGetDefaultMemPool(uint64_t *pool, int device) { *pool = 0x2000 + device; return OK; }
 CUresult cuMemPoolGetAttribute(uint64_t pool, int which, uint64_t *value) {
-    if (which != 5 && which != 7) return INVALID_VALUE;
-    *value = (which == 5 ? pool_reserved : pool_used)[pool - 0x2000];
+    asked++;
+    if (which != 4 && which != 5 && which != 7) return INVALID_VALUE;
+    *value = which == 4 ? (pool_keeps ? UINT64_MAX : 0) : (which == 5 ? pool_reserved : pool_used)[pool - 0x2000];
     return OK;
 }
-CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) {
-    int device = pool - 0x2000;
+// Not the exported function, whose name would be the shim's here.
+static CUresult trim_pool(int device, size_t keep) {
     pthread_mutex_lock(&lock);
     size_t least = up(pool_used[device] > keep ? pool_used[device] : keep, pool_step);
     if (pool_reserved[device] > least) pool_reserved[device] = least;
     pthread_mutex_unlock(&lock);
     return OK;
 }
+CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) { return trim_pool(pool - 0x2000, keep); }
 // A new pool is its device's only one. Memory that descriptors keep is not simulated.
 CUresult cuMemPoolCreate(uint64_t *pool, void *properties) { *pool = 0x2000 + current; return OK; }
 CUresult cuMemPoolDestroy(uint64_t pool) { return OK; }
@@ -206,8 +214,12 @@ CUresult cuDeviceGraphMemTrim(int device) { graphs_reserved[device] = graphs_use
 // A pool gives memory back only when the program waits.
 CUresult cuCtxSynchronize(void) {
     waits++;
-    if (current >= 0) { pool_used[current] -= freed_later[current]; freed_later[current] = 0; }
-    return current < 0 ? INVALID_CONTEXT : pool_keeps ? OK : cuMemPoolTrimTo(0x2000 + current, 0);
+    if (current < 0) return INVALID_CONTEXT;
+    size_t *later = &freed_later[current], freed = *later;
+    if (frees_last == 0) { pool_used[current] -= freed; *later = 0; }
+    CUresult code = pool_keeps ? OK : trim_pool(current, 0);
+    if (frees_last > 0 && --frees_last == 0) { pool_used[current] -= freed; *later = 0; }
+    return code;
 }
 // Bytes of local memory that each thread of a kernel needs.
 static int local_size;
@@ -279,7 +291,7 @@ CUresult cuMemAllocPitch_v2(uint64_t *pointer, size_t *pitch, size_t width, size
     *pitch = (width + pitch_to - 1) / pitch_to * pitch_to;
     return allocate(pointer, *pitch * height);
 }
-CUresult cuMemFree_v2(uint64_t pointer) {
+static CUresult free_memory(uint64_t pointer) {
     if (fast) return OK;
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
     CUresult code = INVALID_VALUE;
@@ -291,7 +303,8 @@ CUresult cuMemFree_v2(uint64_t pointer) {
     pthread_mutex_unlock(&lock);
     return code;
 }
-CUresult cuMemFreeAsync(uint64_t pointer, void *stream) { return cuMemFree_v2(pointer); }
+CUresult cuMemFree_v2(uint64_t pointer) { return free_memory(pointer); }
+CUresult cuMemFreeAsync(uint64_t pointer, void *stream) { return free_memory(pointer); }
 CUresult cuMemGetInfo_v2(size_t *free, size_t *total) {
     if (current < 0) return INVALID_CONTEXT;
     if (free) *free = fast ? device_size : device_size - odd_held(current);

@@ -18,9 +18,27 @@
 //! because a pool grows only by an allocation, and the allocation's reservation stays until the driver was asked after
 //! the allocation.
 //!
+//! # When the driver is not asked
+//!
+//! It takes longer to ask than to allocate from what a pool has. So the charge may be too high by a little:
+//!
+//! - A small allocation takes a step from the process's spare and keeps it, if the pool is known to grow by no more than
+//!   that ([`begin_unasked`](PoolCharge::begin_unasked)). A pool whose step is larger than a spare can be is asked about
+//!   after every allocation.
+//! - A free lowers nothing.
+//!
+//! Both are counted, and the driver is asked again after [`MOST_UNASKED`] bytes of them.
+//!
+//! A pool gives memory back when the program waits for the GPU: what is above its release threshold and is not used. So the
+//! driver is asked after a wait only if the pool has a block or more of that ([`may_give`](PoolCharge::may_give)). What is
+//! counted as used here is freed as soon as the program has called for it, although the stream may not have reached the
+//! free yet. So the driver is asked after every wait until that is given back.
+//!
 //! When the cap has no room left, an allocation may [`claim`](PoolCharge::claim) what its pool has and does not use.
 //! While it is pending, the charge is not lowered by what it claimed: if the pool gives that memory back to the device
 //! at the same time, the allocation takes it again.
+
+use crate::layout::MOST_SPARE;
 
 /// The charge of one pool. All zeros means a pool without memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,11 +65,28 @@ pub struct PoolCharge {
     trims: u64,
     /// Not 0 if the pool ever grew although it had room.
     grows_anyway: u64,
+    /// Bytes that were allocated without asking the driver, or freed, since its last answer.
+    unasked: u64,
+    /// Bytes of its allocations, pending ones included, as the program asked for them.
+    used: u64,
+    /// Bytes that it may keep when the program waits.
+    threshold: u64,
+    /// Whether it is known to grow by no more than its step for an allocation of at most that.
+    step_is_sure: bool,
+    /// Whether it ever grew by more than was known.
+    is_odd: bool,
 }
+
+/// The driver is asked after so many bytes were allocated without asking it, or freed. Where each allocation is freed, half
+/// of them were allocated, which is as much as the process's spare can hold.
+pub const MOST_UNASKED: u64 = 2 * MOST_SPARE;
 
 /// The state of the charge when the driver is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Version(u64);
+pub struct Version {
+    number: u64,
+    unasked: u64,
+}
 
 /// What the driver has answered, in whole blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,11 +99,20 @@ pub struct DriverAnswer {
     pub least: u64,
 }
 
+/// Bytes that are allocated.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Size {
+    /// As many as the program asked for.
+    pub bytes: u64,
+    /// The same in whole blocks.
+    pub blocks: u64,
+}
+
 /// A pending allocation, and what covers it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PendingAllocation {
-    /// Its bytes, in whole blocks.
-    bytes: u64,
+    /// What is allocated.
+    size: Size,
     /// Bytes reserved for it.
     reserved: u64,
     /// Bytes of the pool's charge that it has claimed.
@@ -137,26 +181,55 @@ impl PoolCharge {
     /// Read it before the driver is asked what the pool has.
     #[must_use]
     pub const fn version(&self) -> Version {
-        Version(self.version)
+        Version {
+            number: self.version,
+            unasked: self.unasked,
+        }
     }
 
     fn check(&self, seen: Version) -> Result<(), Outdated> {
-        if seen.0 == self.version {
+        if seen.number == self.version {
             Ok(())
         } else {
             Err(Outdated)
         }
     }
 
-    /// Begins an allocation of `bytes` (whole blocks), for which `reserved` bytes were reserved.
-    pub fn begin(&mut self, bytes: u64, reserved: u64) -> PendingAllocation {
-        self.live = self.live.saturating_add(bytes);
+    /// Begins an allocation for which `reserved` bytes were reserved.
+    pub fn begin(&mut self, size: Size, reserved: u64) -> PendingAllocation {
+        self.add(size);
         self.pending += reserved;
         PendingAllocation {
-            bytes,
+            size,
             reserved,
             claimed: 0,
         }
+    }
+
+    #[inline(never)]
+    fn add(&mut self, size: Size) {
+        self.live = self.live.saturating_add(size.blocks);
+        self.used = self.used.saturating_add(size.bytes);
+    }
+
+    #[inline(never)]
+    fn subtract(&mut self, size: Size) {
+        self.live = self.live.saturating_sub(size.blocks);
+        self.used = self.used.saturating_sub(size.bytes);
+    }
+
+    /// Begins an allocation after which the driver need not be asked: it ends with
+    /// [`finish_unanswered`](Self::finish_unanswered). `reserve` reserves from the share, all or nothing. Returns `None` if
+    /// the driver must be asked.
+    #[inline]
+    pub fn begin_unasked(
+        &mut self,
+        size: Size,
+        reserve: impl FnOnce(u64) -> bool,
+    ) -> Option<PendingAllocation> {
+        let step = self.step;
+        let is_little = size.blocks <= step && self.unasked.saturating_add(step) < MOST_UNASKED;
+        (self.step_is_sure && is_little && reserve(step)).then(|| self.begin(size, step))
     }
 
     /// Begins an allocation without a reservation, from what the pool has and does not use. `now` and `used` are the
@@ -166,7 +239,7 @@ impl PoolCharge {
         &mut self,
         seen: Version,
         (now, used): (u64, u64),
-        bytes: u64,
+        size: Size,
     ) -> Option<PendingAllocation> {
         let taken = self.live.max(used.saturating_add(self.claiming));
         let room = now.min(self.charged).saturating_sub(taken);
@@ -174,16 +247,16 @@ impl PoolCharge {
             || self.trims > 0
             || self.grows_anyway != 0
             || self.step == 0
-            || room < bytes
+            || room < size.blocks
         {
             return None;
         }
-        self.live = self.live.saturating_add(bytes);
-        let claimed = self.growth_of(bytes, bytes);
+        self.add(size);
+        let claimed = self.growth_of(size.blocks, size.blocks);
         self.claimed += claimed;
-        self.claiming += bytes;
+        self.claiming += size.blocks;
         Some(PendingAllocation {
-            bytes,
+            size,
             reserved: 0,
             claimed,
         })
@@ -199,11 +272,12 @@ impl PoolCharge {
         reserve: impl FnOnce(u64) -> bool,
     ) -> Result<FinishedAllocation, Outdated> {
         self.check(seen)?;
+        self.note_answer(seen);
         self.version += 1;
         self.pending -= allocation.reserved;
         self.claimed -= allocation.claimed;
         if allocation.claimed > 0 {
-            self.claiming -= allocation.bytes;
+            self.claiming -= allocation.size.blocks;
         }
         let mut own = allocation.reserved;
         let missing = now.saturating_sub(self.charged + self.pending + own);
@@ -214,16 +288,22 @@ impl PoolCharge {
             }
             if allocation.claimed > 0 {
                 self.grows_anyway = 1;
+            } else {
+                self.note_odd_growth();
             }
         }
         let growth = now.saturating_sub(self.charged);
         if growth > 0 && self.pending == 0 && self.claimed == 0 {
-            let step = if growth > allocation.bytes {
+            let step = if growth > allocation.size.blocks {
                 growth.min(MOST_STEP).next_power_of_two()
             } else {
                 block
             };
             self.step = self.step.max(step);
+            // A pool that had nothing cannot have given anything back meanwhile, so this is all of the growth. A larger
+            // allocation may have a step of its own.
+            let is_first = self.charged == 0 && allocation.size.blocks <= block;
+            self.step_is_sure |= is_first && now <= self.step && !self.is_odd;
         }
         // This allocation may have used what another one claimed, and then the pool grows for that one. Other pending
         // allocations charge their own reservations.
@@ -241,12 +321,25 @@ impl PoolCharge {
         })
     }
 
-    /// Ends an allocation for which every answer was outdated: its whole reservation is charged until the next answer.
-    /// What it claimed stays claimed.
+    /// Ends an allocation after which the driver was not asked, or every answer was outdated: its whole reservation is
+    /// charged until the next answer. What it claimed stays claimed.
     pub fn finish_unanswered(&mut self, allocation: PendingAllocation) {
         self.version += 1;
         self.pending -= allocation.reserved;
         self.charged += allocation.reserved;
+        self.unasked = self.unasked.saturating_add(allocation.reserved);
+    }
+
+    /// Notes that an answer contains what was allocated and freed before the driver was asked.
+    fn note_answer(&mut self, seen: Version) {
+        self.unasked = self.unasked.saturating_sub(seen.unasked);
+    }
+
+    /// Notes that it grew by more than was known.
+    fn note_odd_growth(&mut self) {
+        if self.step_is_sure {
+            (self.step_is_sure, self.is_odd) = (false, true);
+        }
     }
 
     /// Lowers the charge to what `now` needs; returns what is given back.
@@ -265,9 +358,11 @@ impl PoolCharge {
         reserve: impl FnOnce(u64) -> u64,
     ) -> Result<u64, Outdated> {
         self.check(seen)?;
+        self.note_answer(seen);
         let missing = now.saturating_sub(self.covered());
         let surplus = if missing > 0 {
             // It grew unnoticed. If the share has no room for that, the next allocation is refused.
+            self.note_odd_growth();
             self.charged += reserve(missing);
             0
         } else {
@@ -279,14 +374,30 @@ impl PoolCharge {
         Ok(surplus)
     }
 
-    /// Notes that allocations of `bytes` were freed, or never made.
-    pub fn free(&mut self, bytes: u64) {
-        self.live = self.live.saturating_sub(bytes);
+    /// Notes that an allocation was freed. Returns whether the driver must be asked.
+    pub fn free(&mut self, size: Size) -> bool {
+        self.subtract(size);
+        self.unasked = self.unasked.saturating_add(size.blocks);
+        self.unasked >= MOST_UNASKED
+    }
+
+    /// Notes how many bytes the pool may keep when the program waits.
+    pub const fn set_threshold(&mut self, bytes: u64) {
+        self.threshold = bytes;
+    }
+
+    /// Whether the driver must be asked after the program's next wait, because the pool may give back a block or more, or
+    /// because this answer, which was just noted, is out of date already. `has` is what the driver has for the pool.
+    #[must_use]
+    pub fn may_give(&self, has: u64, block: u64) -> bool {
+        let kept = self.used.max(self.threshold);
+        let is_outdated = self.unasked > 0 || self.pending > 0 || self.claimed > 0;
+        is_outdated || has.saturating_sub(kept) >= block
     }
 
     /// Notes that an allocation was not made.
     pub fn undo(&mut self, allocation: PendingAllocation) {
-        self.free(allocation.bytes);
+        self.subtract(allocation.size);
     }
 
     /// Begins a trim that gives `missing` bytes back to the device; returns how much the pool shall keep.
@@ -320,7 +431,11 @@ impl PoolCharge {
     pub fn begin_floor(&mut self, bytes: u64, reserved: u64) -> PendingAllocation {
         self.abandon_floor(bytes);
         self.floor = self.floor.saturating_add(bytes);
-        self.begin(reserved, reserved)
+        let size = Size {
+            bytes: 0,
+            blocks: reserved,
+        };
+        self.begin(size, reserved)
     }
 
     /// Lowers the floor by `bytes`.
@@ -340,7 +455,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{DriverAnswer, PendingAllocation, PoolCharge, Version};
+    use super::{DriverAnswer, MOST_UNASKED, PendingAllocation, PoolCharge, Size, Version};
 
     const MIB: u64 = 1 << 20;
     const BLOCK: u64 = 2 * MIB;
@@ -355,8 +470,15 @@ mod tests {
         }
     }
 
+    fn size(bytes: u64) -> Size {
+        Size {
+            bytes,
+            blocks: bytes.next_multiple_of(BLOCK),
+        }
+    }
+
     /// A pool as a driver has it, its share, and its charge.
-    #[derive(Default)]
+    #[derive(Clone, Default)]
     struct World {
         charge: PoolCharge,
         step: u64,
@@ -366,6 +488,9 @@ mod tests {
         freed: u64,
         /// What the share counts.
         counted: u64,
+        threshold: u64,
+        /// Whether the driver is asked after a wait.
+        is_watched: bool,
     }
 
     /// The step that a thread has reached in an allocation, an answer or a trim.
@@ -376,6 +501,10 @@ mod tests {
         Begun(PendingAllocation, u64),
         Allocated(PendingAllocation, u64),
         Asked(PendingAllocation, u64, Version, Option<u64>),
+        BegunUnasked(PendingAllocation, u64),
+        AllocatedUnasked(PendingAllocation, u64),
+        /// The driver has freed it.
+        Freed(u64),
         Settling(Version, Option<u64>),
         Trimming(u64),
         Trimmed,
@@ -402,7 +531,7 @@ mod tests {
             self.reserved = self.reserved.min(least);
         }
 
-        fn check(&self) {
+        fn check(&self, threads: &[Thread]) {
             assert!(
                 self.reserved <= self.charge.covered(),
                 "{} of {:?}",
@@ -410,39 +539,90 @@ mod tests {
                 self.charge
             );
             assert_eq!(self.counted, self.charge.covered());
+            let is_free = |thread: &Thread| matches!(thread, Thread::Freed(_));
+            if !self.is_watched && !threads.iter().any(is_free) {
+                let mut later = self.clone();
+                later.used -= std::mem::take(&mut later.freed);
+                later.trim(self.threshold);
+                assert_eq!(later.reserved, self.reserved, "gives back unnoticed");
+            }
+        }
+
+        /// The first step of a thread.
+        fn begin(&mut self, choice: u64, bytes: u64, live: &mut Vec<u64>) -> Thread {
+            match choice % 9 {
+                0 | 1 => Thread::Looked(self.charge.version(), (self.reserved, self.used), bytes),
+                2 | 3 => {
+                    let counted = &mut self.counted;
+                    let reserve = |more| Self::reserve(counted, more, more).is_some();
+                    match self.charge.begin_unasked(size(bytes), reserve) {
+                        Some(allocation) => {
+                            self.is_watched = true;
+                            Thread::BegunUnasked(allocation, bytes)
+                        }
+                        None => Thread::Idle,
+                    }
+                }
+                4 => Thread::Settling(self.charge.version(), None),
+                5 => Thread::Trimming(self.charge.begin_trim(bytes)),
+                6 => {
+                    self.trim(self.threshold);
+                    self.look_after_a_wait()
+                }
+                7 => {
+                    self.used -= std::mem::take(&mut self.freed);
+                    Thread::Idle
+                }
+                _ => match live.pop() {
+                    Some(bytes) => {
+                        self.freed += bytes;
+                        Thread::Freed(bytes)
+                    }
+                    None => Thread::Idle,
+                },
+            }
+        }
+
+        /// The step of a thread after it has waited for the GPU.
+        fn look_after_a_wait(&self) -> Thread {
+            if self.is_watched {
+                Thread::Settling(self.charge.version(), None)
+            } else {
+                Thread::Idle
+            }
         }
 
         /// One step of a thread.
         fn act(&mut self, thread: Thread, choice: u64, live: &mut Vec<u64>) -> Thread {
             let bytes = (choice % 5 + 1) * BLOCK;
             match thread {
-                Thread::Idle => match choice % 7 {
-                    0..=2 => {
-                        Thread::Looked(self.charge.version(), (self.reserved, self.used), bytes)
-                    }
-                    3 => Thread::Settling(self.charge.version(), None),
-                    4 => Thread::Trimming(self.charge.begin_trim(bytes)),
-                    5 => {
-                        self.used -= std::mem::take(&mut self.freed);
-                        self.trim(0);
+                Thread::Idle => self.begin(choice, bytes, live),
+                Thread::Freed(bytes) => {
+                    // If nobody asks after a wait, this thread must.
+                    let was_watched = std::mem::replace(&mut self.is_watched, true);
+                    self.charge.free(size(bytes));
+                    if was_watched {
                         Thread::Idle
+                    } else {
+                        Thread::Settling(self.charge.version(), None)
                     }
-                    _ => {
-                        if let Some(bytes) = live.pop() {
-                            self.freed += bytes;
-                            if choice.is_multiple_of(2) {
-                                self.used -= std::mem::take(&mut self.freed);
-                            }
-                            self.charge.free(bytes);
-                        }
-                        Thread::Idle
-                    }
-                },
+                }
+                Thread::BegunUnasked(allocation, bytes) => {
+                    self.allocate(bytes);
+                    Thread::AllocatedUnasked(allocation, bytes)
+                }
+                Thread::AllocatedUnasked(allocation, bytes) => {
+                    self.charge.finish_unanswered(allocation);
+                    live.push(bytes);
+                    Thread::Idle
+                }
                 Thread::Looked(seen, now, bytes) => {
                     let growth = self.charge.growth_of(bytes, self.step);
                     if let Some(reserved) = Self::reserve(&mut self.counted, growth, growth) {
-                        Thread::Begun(self.charge.begin(bytes, reserved), bytes)
-                    } else if let Some(allocation) = self.charge.claim(seen, now, bytes) {
+                        self.is_watched = true;
+                        Thread::Begun(self.charge.begin(size(bytes), reserved), bytes)
+                    } else if let Some(allocation) = self.charge.claim(seen, now, size(bytes)) {
+                        self.is_watched = true;
                         Thread::Begun(allocation, bytes)
                     } else {
                         Thread::Idle
@@ -468,6 +648,7 @@ mod tests {
                         Ok(finished) => {
                             assert!(finished.is_covered);
                             self.counted -= finished.surplus;
+                            self.is_watched = self.charge.may_give(now, BLOCK);
                         }
                         Err(_) if choice.is_multiple_of(3) && allocation.claimed == 0 => {
                             self.charge.finish_unanswered(allocation);
@@ -478,13 +659,15 @@ mod tests {
                     Thread::Idle
                 }
                 Thread::Settling(seen, None) => Thread::Settling(seen, Some(self.reserved)),
-                Thread::Settling(seen, Some(now)) => {
-                    if let Ok(surplus) = self
+                Thread::Settling(seen, Some(has)) => {
+                    let settled = self
                         .charge
-                        .settle(answer(seen, now), |_| unreachable!("covered"))
-                    {
-                        self.counted -= surplus;
-                    }
+                        .settle(answer(seen, has), |_| unreachable!("covered"));
+                    let Ok(surplus) = settled else {
+                        return Thread::Settling(self.charge.version(), None);
+                    };
+                    self.counted -= surplus;
+                    self.is_watched = self.charge.may_give(has, BLOCK);
                     Thread::Idle
                 }
                 Thread::Trimming(keep) => {
@@ -493,7 +676,7 @@ mod tests {
                 }
                 Thread::Trimmed => {
                     self.charge.end_trim();
-                    Thread::Idle
+                    Thread::Settling(self.charge.version(), None)
                 }
             }
         }
@@ -501,34 +684,130 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2000))]
-        /// In every order of the threads' steps, what the pool has is covered, and the share never counts more than its
-        /// limit.
+        /// In every order of the threads' steps, what the pool has is covered, the share never counts more than its limit,
+        /// and a pool that is not watched gives nothing back.
         #[test]
         fn what_a_pool_has_is_covered(
             steps in prop::collection::vec((0usize..4, any::<u16>()), 0..400),
             step in prop::sample::select(vec![1u64, 4, 16]),
+            threshold in prop::sample::select(vec![0, 8 * BLOCK, LIMIT]),
         ) {
-            let mut world = World { step: step * BLOCK, ..World::default() };
-            world.charge.step = world.step;
+            let mut world = World { step: step * BLOCK, threshold, ..World::default() };
+            world.charge.set_threshold(threshold);
+            (world.charge.step, world.charge.step_is_sure) = (world.step, true);
             let mut threads = [Thread::Idle; 4];
             let mut live = Vec::new();
             for (nth, choice) in steps {
                 threads[nth] = world.act(threads[nth], u64::from(choice), &mut live);
-                world.check();
+                world.check(&threads);
             }
+            // When all threads have come to rest and the program has waited, exactly what the pool has is charged.
+            for thread in &mut threads {
+                while !matches!(thread, Thread::Idle) {
+                    *thread = world.act(*thread, 1, &mut live);
+                }
+            }
+            world.used -= std::mem::take(&mut world.freed);
+            world.trim(threshold);
+            let mut thread = world.look_after_a_wait();
+            while !matches!(thread, Thread::Idle) {
+                thread = world.act(thread, 1, &mut live);
+            }
+            assert_eq!(world.charge.charged(), world.reserved);
         }
+    }
+
+    /// A driver is asked about some of many pairs of allocation and free.
+    #[test]
+    fn few_pairs_are_asked_about() {
+        let mut charge = PoolCharge::default();
+        let first = charge.begin(size(4096), BLOCK);
+        let seen = charge.version();
+        charge
+            .finish(first, answer(seen, BLOCK), BLOCK, |_| false)
+            .unwrap();
+        let (mut asked, mut reserved) = (0, 0);
+        for _ in 0..1000 {
+            let begun = charge.begin_unasked(size(4096), |more| {
+                reserved += more;
+                true
+            });
+            charge.finish_unanswered(begun.unwrap());
+            if charge.free(size(4096)) {
+                asked += 1;
+                let settled = charge.settle(answer(charge.version(), BLOCK), |_| unreachable!());
+                assert_eq!(settled, Ok(std::mem::take(&mut reserved)));
+            }
+            assert!(reserved <= MOST_UNASKED / 2);
+        }
+        assert_eq!(asked, 125);
+        assert_eq!(charge.covered(), BLOCK + reserved);
+    }
+
+    /// The step of a pool is sure if the pool had nothing before it grew for a small allocation.
+    #[test]
+    fn a_pool_whose_step_is_unknown_is_asked_about() {
+        let grown = |bytes: u64, to: u64| {
+            let mut charge = PoolCharge::default();
+            let first = charge.begin(size(bytes), to);
+            let seen = charge.version();
+            charge
+                .finish(first, answer(seen, to), BLOCK, |_| false)
+                .unwrap();
+            charge
+        };
+        let is_asked = |mut charge: PoolCharge| charge.begin_unasked(size(1), |_| true).is_none();
+        assert!(is_asked(PoolCharge::default()));
+        assert!(is_asked(grown(64 * MIB, 64 * MIB)));
+        assert!(is_asked(grown(1, 32 * MIB)), "too much for a spare");
+        assert!(!is_asked(grown(1, BLOCK)));
+        assert!(is_asked(grown(3 * BLOCK, 3 * BLOCK)));
+        assert!(
+            is_asked(grown(3 * BLOCK, 4 * BLOCK)),
+            "small ones may differ"
+        );
+        // It grows by more than was known.
+        let mut charge = grown(1, BLOCK);
+        let more = charge.begin(size(1), BLOCK);
+        let seen = charge.version();
+        charge
+            .finish(more, answer(seen, 8 * BLOCK), BLOCK, |_| true)
+            .unwrap();
+        assert!(is_asked(charge));
+    }
+
+    /// A pool is asked about after a wait while it has a block above its threshold that no allocation uses.
+    #[test]
+    fn a_pool_with_nothing_to_give_is_not_asked_about() {
+        let mut charge = PoolCharge::default();
+        let first = charge.begin(size(12 * BLOCK), 16 * BLOCK);
+        assert!(charge.may_give(0, BLOCK), "an allocation is pending");
+        charge
+            .finish(first, answer(charge.version(), 16 * BLOCK), BLOCK, |_| {
+                false
+            })
+            .unwrap();
+        assert!(charge.may_give(16 * BLOCK, BLOCK));
+        assert!(charge.may_give(13 * BLOCK, BLOCK));
+        assert!(!charge.may_give(13 * BLOCK - 1, BLOCK));
+        charge.set_threshold(15 * BLOCK);
+        assert!(charge.may_give(16 * BLOCK, BLOCK));
+        charge.set_threshold(u64::MAX);
+        assert!(!charge.may_give(16 * BLOCK, BLOCK));
+        charge.free(size(BLOCK));
+        assert!(charge.may_give(16 * BLOCK, BLOCK), "unasked");
     }
 
     #[test]
     fn a_full_share_uses_what_the_pool_has() {
         let mut charge = PoolCharge::default();
-        let allocation = charge.begin(BLOCK, 32 * MIB);
+        let allocation = charge.begin(size(BLOCK), 32 * MIB);
         let seen = charge.version();
         let finished = charge.finish(allocation, answer(seen, 32 * MIB), BLOCK, |_| false);
         assert_eq!(finished.map(|finished| finished.surplus), Ok(0));
         let seen = charge.version();
         let allocations: Vec<_> = (0..16)
-            .map_while(|_| charge.claim(seen, (32 * MIB, BLOCK), BLOCK))
+            .map_while(|_| charge.claim(seen, (32 * MIB, BLOCK), size(BLOCK)))
             .collect();
         assert_eq!(allocations.len(), 15, "one block is used");
         // Meanwhile the pool gave back all that it does not use: it stays charged.
@@ -549,7 +828,7 @@ mod tests {
     #[test]
     fn the_user_of_anothers_claim_leaves_its_reservation() {
         let mut charge = PoolCharge::default();
-        let allocation = charge.begin(BLOCK, 32 * MIB);
+        let allocation = charge.begin(size(BLOCK), 32 * MIB);
         charge
             .finish(
                 allocation,
@@ -559,9 +838,9 @@ mod tests {
             )
             .unwrap();
         let claim = charge
-            .claim(charge.version(), (32 * MIB, BLOCK), 15 * BLOCK)
+            .claim(charge.version(), (32 * MIB, BLOCK), size(15 * BLOCK))
             .unwrap();
-        let other = charge.begin(BLOCK, 32 * MIB);
+        let other = charge.begin(size(BLOCK), 32 * MIB);
         charge
             .finish(other, answer(charge.version(), 32 * MIB), BLOCK, |_| false)
             .unwrap();
@@ -573,7 +852,7 @@ mod tests {
     #[test]
     fn a_pool_that_grows_although_it_has_room_is_not_trusted_again() {
         let mut charge = PoolCharge::default();
-        let allocation = charge.begin(BLOCK, 32 * MIB);
+        let allocation = charge.begin(size(BLOCK), 32 * MIB);
         charge
             .finish(
                 allocation,
@@ -583,7 +862,7 @@ mod tests {
             )
             .unwrap();
         let allocation = charge
-            .claim(charge.version(), (32 * MIB, BLOCK), BLOCK)
+            .claim(charge.version(), (32 * MIB, BLOCK), size(BLOCK))
             .unwrap();
         let finished = charge
             .finish(
@@ -596,7 +875,7 @@ mod tests {
         assert!(!finished.is_covered);
         charge.undo(allocation);
         assert_eq!(
-            charge.claim(charge.version(), (32 * MIB, BLOCK), BLOCK),
+            charge.claim(charge.version(), (32 * MIB, BLOCK), size(BLOCK)),
             None
         );
     }
@@ -605,7 +884,7 @@ mod tests {
     #[test]
     fn what_the_driver_says_is_used_is_not_claimed() {
         let mut charge = PoolCharge::default();
-        let allocation = charge.begin(32 * MIB, 32 * MIB);
+        let allocation = charge.begin(size(32 * MIB), 32 * MIB);
         charge
             .finish(
                 allocation,
@@ -614,13 +893,24 @@ mod tests {
                 |_| false,
             )
             .unwrap();
-        charge.free(32 * MIB);
+        charge.free(size(32 * MIB));
         let seen = charge.version();
-        assert_eq!(charge.claim(seen, (32 * MIB, 32 * MIB), BLOCK), None);
-        assert!(charge.claim(seen, (32 * MIB, 28 * MIB), BLOCK).is_some());
+        assert_eq!(charge.claim(seen, (32 * MIB, 32 * MIB), size(BLOCK)), None);
+        assert!(
+            charge
+                .claim(seen, (32 * MIB, 28 * MIB), size(BLOCK))
+                .is_some()
+        );
         // The driver may or may not have served that claim already.
-        assert_eq!(charge.claim(seen, (32 * MIB, 28 * MIB), 2 * BLOCK), None);
-        assert!(charge.claim(seen, (32 * MIB, 28 * MIB), BLOCK).is_some());
+        assert_eq!(
+            charge.claim(seen, (32 * MIB, 28 * MIB), size(2 * BLOCK)),
+            None
+        );
+        assert!(
+            charge
+                .claim(seen, (32 * MIB, 28 * MIB), size(BLOCK))
+                .is_some()
+        );
     }
 
     /// While a higher floor is being reserved for, `settle` neither reserves for it nor gives back what the raise relies

@@ -150,6 +150,7 @@ impl<const SMALL: usize, const LARGE: usize> Table<SMALL, LARGE> {
     }
 
     /// A pointer's entry, which stays.
+    #[inline(never)]
     pub fn get(&self, pointer: u64) -> Option<Entry> {
         self.find(pointer, |bucket, way| {
             let value = bucket.values[way].load(Ordering::Acquire);

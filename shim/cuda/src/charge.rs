@@ -294,7 +294,7 @@ pub fn return_charge(process: &'static Process, key: u64, entry: Entry) {
         return;
     };
     if let Some(place) = settle::driver_pool_of(entry) {
-        settle::freed(process, place, entry.bytes);
+        settle::freed(process, place, entry.bytes, false);
         return;
     }
     let (mut bytes, residence) = if entry.bytes < CONVERTED {

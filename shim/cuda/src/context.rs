@@ -190,7 +190,7 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
         }
     }
     if result.is_ok() {
-        settle::settle_some(process);
+        settle::settle_all(process);
     }
     result
 }
@@ -237,7 +237,8 @@ fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) 
     }
     contexts[MAX_SHARES] = green.unwrap_or(0);
     let unmeasured = process.launches.measuring.leave(&contexts);
-    let result = driver.make();
+    // A reset may make the default pool the current one.
+    let result = process.current_pools.switch(driver);
     drop(unmeasured);
     for (&context, device) in contexts.iter().zip(devices()) {
         leave_primary(process, device, Some(context).filter(|it| *it != 0));
@@ -246,7 +247,7 @@ fn end_with(green: Option<CUcontext>, only: Option<CUdevice>, driver: Call<'_>) 
         forget(process, green as u64, ending);
     }
     if result.is_ok() {
-        settle::settle_some(process);
+        settle::settle_all(process);
     }
     result
 }

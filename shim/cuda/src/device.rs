@@ -1,6 +1,7 @@
 //! The GPUs that this process sees, and its slots in the accounts of their shares.
 
 use tranche_shim_core::compute::{Bucket, RefillPage};
+use tranche_shim_core::pool_charge::Size;
 use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex, paths};
 use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
@@ -454,6 +455,13 @@ impl Device {
     pub fn taken_by(&self, bytes: u64) -> u64 {
         let rest = self.block - 1;
         bytes.checked_add(rest).map_or(bytes, |sum| sum & !rest)
+    }
+
+    /// The size of an allocation of `bytes` from a pool.
+    #[inline]
+    pub fn size_of(&self, bytes: u64) -> Size {
+        let blocks = self.taken_by(bytes);
+        Size { bytes, blocks }
     }
 
     /// The number of the block in which an address lies.

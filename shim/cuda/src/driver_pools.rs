@@ -12,10 +12,10 @@ pub struct DriverPools {
     list: [DriverPool; MOST],
     /// Places that were ever used.
     count: usize,
-    /// Odd while a device's current pool changes; grows with every change.
-    pub switches: u64,
-    /// The pools about which the driver is asked in turn form a ring. This is the next one: its place + 1, or 0 for none.
-    next: u32,
+    /// A bit for each place about which the driver is asked when the program has waited.
+    watched: [u64; MOST / 64],
+    /// The place from which on it is asked about them next.
+    pub next: usize,
 }
 
 /// One entry of the list. All zeros means an unused entry.
@@ -31,9 +31,6 @@ pub struct DriverPool {
     pub exported: Option<Id>,
     /// Calls of the driver in progress that use the pool.
     pub calls: u32,
-    /// Its neighbours in the ring.
-    before: u32,
-    after: u32,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -77,6 +74,7 @@ impl DriverPools {
         let free = self.list.get_mut(place).filter(|_| place < FIRST_POOL)?;
         if free.state == State::None {
             self.set(place, state, device, 0);
+            self.watch(place);
         }
         Some(place)
     }
@@ -99,6 +97,7 @@ impl DriverPools {
         Some(place)
     }
 
+    #[inline(never)]
     fn set(&mut self, place: usize, state: State, device: u8, pool: CUmemoryPool) {
         self.count = self.count.max(place + 1);
         self.list[place] = DriverPool {
@@ -108,59 +107,65 @@ impl DriverPools {
             charge: PoolCharge::default(),
             exported: None,
             calls: 0,
-            before: 0,
-            after: 0,
         };
-        if !matches!(state, State::Modules | State::Code) {
-            self.link(place);
+    }
+
+    /// Watches a pool, if the driver can be asked about it; false if it is watched already.
+    #[inline]
+    pub fn watch(&mut self, place: usize) -> bool {
+        let bit = 1 << (place % 64);
+        let is_watched = self.watched.get(place / 64);
+        is_watched.is_some_and(|word| word & bit == 0) && self.watch_if_asked(place)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn watch_if_asked(&mut self, place: usize) -> bool {
+        let is_asked = self
+            .get(place)
+            .is_some_and(|pool| matches!(pool.state, State::Pool | State::Graphs));
+        if is_asked {
+            self.watched[place / 64] |= 1 << (place % 64);
         }
+        is_asked
     }
 
-    /// Adds a place to the ring, as the last in turn.
-    fn link(&mut self, place: usize) {
-        let own = number(place);
-        if self.next == 0 {
-            (self.next, self.list[place].before, self.list[place].after) = (own, own, own);
-            return;
+    /// Watches one of the pools, by a number that grows.
+    pub fn watch_one(&mut self, number: usize) -> bool {
+        let pools = self.count.saturating_sub(FIRST_POOL);
+        let nth = number.checked_rem(pools);
+        nth.is_some_and(|nth| self.watch(FIRST_POOL + nth))
+    }
+
+    /// Ends the watch of a pool; returns whether any other is watched.
+    pub fn ignore(&mut self, place: usize) -> bool {
+        if let Some(word) = self.watched.get_mut(place / 64) {
+            *word &= !(1 << (place % 64));
         }
-        let first = self.next;
-        let last = self.at(first).before;
-        (self.list[place].before, self.list[place].after) = (last, first);
-        self.at(first).before = own;
-        self.at(last).after = own;
+        self.watched.iter().any(|word| *word != 0)
     }
 
-    fn at(&mut self, number: u32) -> &mut DriverPool {
-        &mut self.list[number as usize - 1]
-    }
-
-    /// Removes a pool that has ended.
-    pub fn remove(&mut self, place: usize) {
-        let DriverPool { before, after, .. } = self.list[place];
-        if before != 0 {
-            self.at(before).after = after;
-            self.at(after).before = before;
-            if self.next == number(place) {
-                self.next = if after == number(place) { 0 } else { after };
+    /// The first watched pool from a place on, before another one.
+    #[inline(never)]
+    pub fn watched_in(&mut self, from: usize, to: usize) -> Option<usize> {
+        let mut at = from;
+        while at < to {
+            let rest = self.watched.get(at / 64)? >> (at % 64);
+            if rest == 0 {
+                at = (at / 64 + 1) * 64;
+                continue;
             }
+            let place = at + rest.trailing_zeros() as usize;
+            if place >= to {
+                break;
+            }
+            self.next = place + 1;
+            return Some(place);
         }
-        (self.list[place].before, self.list[place].after) = (0, 0);
-        self.list[place].state = State::None;
-    }
-
-    /// The next pool about which the driver is asked.
-    pub fn next_in_turn(&mut self) -> Option<usize> {
-        let place = (self.next as usize).checked_sub(1)?;
-        self.next = self.list[place].after;
-        Some(place)
+        None
     }
 
     pub fn places(&self) -> core::ops::Range<usize> {
         0..self.count
     }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "at most MOST")]
-fn number(place: usize) -> u32 {
-    place as u32 + 1
 }

@@ -16,7 +16,7 @@ use crate::keys::{Kind, key};
 use crate::local;
 use crate::pool_allocator::PoolAllocator;
 use crate::process::{self, Process};
-use crate::settle::{lower_floor, settle_some};
+use crate::settle::{lower_floor, settle_watched};
 use crate::stream::Stream;
 
 /// An allocation in a captured stream, which becomes a node of the graph.
@@ -254,7 +254,7 @@ pub fn end(graph: CUgraph, driver: Call<'_>) -> CUresult {
     let result = driver.make();
     match taken {
         Some(needs) if !result.is_ok() => charge::note(process, graph_key(graph), needs),
-        _ => settle_some(process),
+        _ => settle_watched(process),
     }
     result
 }

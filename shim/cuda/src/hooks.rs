@@ -17,7 +17,7 @@ use crate::launch;
 use crate::managed;
 use crate::memory::{Asked, Rows};
 use crate::module::{self, NO_OPTIONS, Within};
-use crate::settle::settle_after;
+use crate::settle::{settle_after, settle_pool_after};
 use crate::stream::{Stream, own};
 use crate::{
     array, capture, context, dma_buf, graph, ipc, lookup, memory, multicast, pool, process,
@@ -223,9 +223,9 @@ hooks! {
         |driver| vmm::create(handle, bytes, properties, driver);
     fn cuMemExportToShareableHandle(token: *mut c_void, handle: CUmemGenericAllocationHandle, kind: u32, flags: u64)
         |driver| vmm::export(token.cast(), kind, handle, driver);
-    fn cuMemFree(pointer: CUdeviceptr_v1) |driver| memory::free(u64::from(pointer), driver);
-    fn cuMemFreeAsync(pointer: CUdeviceptr, stream: CUstream) |driver| memory::free(pointer, driver);
-    fn cuMemFreeAsync_ptsz(pointer: CUdeviceptr, stream: CUstream) |driver| memory::free(pointer, driver);
+    fn cuMemFree(pointer: CUdeviceptr_v1) |driver| memory::free_as(u64::from(pointer), false, driver);
+    fn cuMemFreeAsync(pointer: CUdeviceptr, stream: CUstream) |driver| memory::free_as(pointer, true, driver);
+    fn cuMemFreeAsync_ptsz(pointer: CUdeviceptr, stream: CUstream) |driver| memory::free_as(pointer, true, driver);
     fn cuMemFree_v2(pointer: CUdeviceptr) |driver| memory::free(pointer, driver);
     fn cuMemGetDefaultMemPool(pool: *mut CUmemoryPool, location: *mut CUmemLocation, kind: u32)
         |driver| pool::get(pool, location, driver);
@@ -251,8 +251,8 @@ hooks! {
     fn cuMemPoolImportPointer(pointer: *mut CUdeviceptr, pool: CUmemoryPool, data: *const c_void)
         |driver| ipc::import_from_pool(pointer, driver);
     fn cuMemPoolSetAttribute(pool: CUmemoryPool, attribute: u32, value: *mut c_void)
-        |driver| settle_after(driver);
-    fn cuMemPoolTrimTo(pool: CUmemoryPool, bytes: usize) |driver| settle_after(driver);
+        |driver| settle_pool_after(pool, driver);
+    fn cuMemPoolTrimTo(pool: CUmemoryPool, bytes: usize) |driver| settle_pool_after(pool, driver);
     fn cuMemRelease(handle: CUmemGenericAllocationHandle) |driver| vmm::release(handle, driver);
     fn cuMemRetainAllocationHandle(handle: *mut CUmemGenericAllocationHandle, address: *mut c_void)
         |driver| vmm::retain(handle, address as CUdeviceptr, driver);

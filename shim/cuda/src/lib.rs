@@ -21,9 +21,9 @@
 //!    `stream` (streams, and a thread's current context);
 //! 2. shares and the process: `keys` (the numbers under which handles are noted), `kernel` (what is launched), `device`
 //!    (GPUs, and slots in accounts), `measure` (how long launches take), `launches`, `fitting` (kernels whose local memory
-//!    is charged), `driver_pools` (pools and other memory that the driver keeps), `contexts`, `libraries`, `ends` (calls
-//!    that end what is charged), `mps` (this process as a client of MPS), `process` (this process, also after a fork),
-//!    `collective` (kernels and graphs that never wait);
+//!    is charged), `driver_pools` (pools and other memory that the driver keeps), `current_pools` (from which of them a
+//!    device allocates), `contexts`, `libraries`, `ends` (calls that end what is charged), `mps` (this process as a client
+//!    of MPS), `process` (this process, also after a fork), `collective` (kernels and graphs that never wait);
 //! 3. charging: `device_shares` (reserving from a device's shares), `exports` (descriptors that keep memory), `settle`
 //!    (asking the driver what it keeps), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
 //!    what the driver keeps), `loading` (what modules and libraries need);
@@ -59,6 +59,7 @@ mod charge;
 mod collective;
 mod context;
 mod contexts;
+mod current_pools;
 mod device;
 mod device_shares;
 mod dma_buf;

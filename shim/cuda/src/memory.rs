@@ -221,13 +221,35 @@ pub fn free(pointer: u64, driver: Call<'_>) -> CUresult {
         return driver.make();
     };
     let Some(entry) = process.pointers.take(pointer) else {
-        return settle::settle_after(driver);
+        let result = driver.make();
+        settle::settle_some(process);
+        return result;
     };
     let result = driver.make();
     if result.is_ok() {
         return_charge(process, pointer, entry);
     } else {
         note(process, pointer, entry);
+    }
+    result
+}
+
+/// The same for calls other than today's `cuMemFree`. `in_stream`: in the order of a stream.
+#[inline(never)]
+pub fn free_as(pointer: u64, in_stream: bool, driver: Call<'_>) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let Some(entry) = process.pointers.take(pointer) else {
+        return settle::settle_after(driver);
+    };
+    let result = driver.make();
+    if !result.is_ok() {
+        note(process, pointer, entry);
+    } else if let Some(place) = settle::driver_pool_of(entry) {
+        settle::freed(process, place, entry.bytes, in_stream);
+    } else {
+        return_charge(process, pointer, entry);
     }
     result
 }
@@ -239,7 +261,7 @@ pub fn correct_info<S: Width>(free: *mut S, total: *mut S, driver: Call<'_>) -> 
         return result;
     }
     let corrected = process::current().and_then(|process| {
-        settle::settle_all(process);
+        settle::settle_watched(process);
         exports::settle_all(process);
         if let Some(device) = process.current_capped()? {
             correct(process.cap(device), free, total);

@@ -35,13 +35,13 @@ pub fn allocate(
         Ok(process) => process,
         Err(code) => return code,
     };
-    if stream.captures() {
+    if process.launches.captures.any() && stream.captures() {
         return graph::capture(process, stream, bytes as u64, driver);
     }
-    let before = process.driver_pools.with(|pools| pools.switches);
+    let before = process.current_pools.switches();
     let allocator = match pool {
         Some(pool) => allocator_of(process, pool, stream.handle),
-        None => current_pool(process, stream.handle),
+        None => current_pool(process, stream.handle, before),
     };
     let allocator = match allocator {
         Ok(Some(allocator)) => allocator,
@@ -53,31 +53,44 @@ pub fn allocate(
         real!(cuMemFreeAsync: fn(CUdeviceptr, CUstream))(pointer.read(), stream.handle());
         relaxed(|| real!(cuStreamSynchronize: fn(CUstream))(stream.handle()))
     };
-    let result = allocator.grow(bytes as u64, driver, Call::of(&free));
+    let result = allocator.allocate(bytes as u64, driver, Call::of(&free));
     if result.is_ok() {
         // SAFETY: not null, and the driver has just written to it.
         let pointer = unsafe { pointer.read() };
         note(process, pointer, allocator.entry(bytes as u64));
     }
-    if pool.is_none() {
-        let now = process.driver_pools.with(|pools| pools.switches);
-        // It may have come from another pool, if the current pool changed meanwhile.
-        if now != before || before % 2 == 1 {
-            settle::settle_all(process);
-        }
+    // It may have come from another pool, if the current pool changed meanwhile.
+    if pool.is_none() && !process.current_pools.was_stable(before) {
+        settle::settle_all(process);
     }
     result
 }
 
-/// The pool that a stream's device allocates from.
+/// The pool that a stream's device allocates from, after so many switches.
+#[inline]
 fn current_pool(
     process: &'static Process,
     stream: CUstream,
+    switches: u64,
 ) -> Result<Option<PoolAllocator>, CUresult> {
     let device = process.device_of_stream(stream)?;
     if !device.is_capped() {
         return Ok(None);
     }
+    match process.current_pools.place(device, switches) {
+        Some(place) => PoolAllocator::at(process, device, Some(place)).map(Some),
+        None => ask_current_pool(process, device, stream, switches),
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn ask_current_pool(
+    process: &'static Process,
+    device: &'static Device,
+    stream: CUstream,
+    switches: u64,
+) -> Result<Option<PoolAllocator>, CUresult> {
     let mut pool = 0;
     // SAFETY: writes to the local handle.
     let result = unsafe {
@@ -86,7 +99,16 @@ fn current_pool(
     if !result.is_ok() {
         return Err(result);
     }
-    allocator_of(process, pool, stream)
+    let allocator = allocator_of(process, pool, stream)?;
+    // A switch while the driver was asked would not be seen later.
+    if let Some(allocator) = allocator
+        && allocator.device.number == device.number
+        && process.current_pools.was_stable(switches)
+    {
+        let place = allocator.place;
+        process.current_pools.note(device, switches, place);
+    }
+    Ok(allocator)
 }
 
 /// The allocator of a pool; `None` for a pool whose memory has no cap.
@@ -110,6 +132,7 @@ fn allocator_of(
         return PoolAllocator::at(process, device, Some(place)).map(Some);
     }
     let allocator = PoolAllocator::pool(process, device, pool)?;
+    settle::note_threshold(process, allocator.place);
     let _ = process.pointers.put(pool_key(pool), allocator.own_entry());
     Ok(Some(allocator))
 }
@@ -198,9 +221,11 @@ pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     };
     // Taken out before the driver may reuse the handle.
     let taken = process.pointers.take(pool_key(pool));
+    // Where it was the current pool, the default pool becomes that.
+    let destroy = || process.current_pools.switch(driver);
     let result = match taken.and_then(driver_pool_of) {
-        Some(place) => settle::end_pool(process, place, driver),
-        None => driver.make(),
+        Some(place) => settle::end_pool(process, place, Call::of(&destroy)),
+        None => destroy(),
     };
     if let Some(entry) = taken
         && !result.is_ok()
@@ -212,14 +237,10 @@ pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
 
 /// Makes another pool a device's current one.
 pub fn switch(driver: Call<'_>) -> CUresult {
-    let Some(process) = process::joined() else {
-        return driver.make();
-    };
-    // A concurrent allocation sees an odd number, or that the number has changed.
-    process.driver_pools.with(|pools| pools.switches += 1);
-    let result = driver.make();
-    process.driver_pools.with(|pools| pools.switches += 1);
-    result
+    match process::joined() {
+        Some(process) => process.current_pools.switch(driver),
+        None => driver.make(),
+    }
 }
 
 fn pool_key(pool: CUmemoryPool) -> u64 {

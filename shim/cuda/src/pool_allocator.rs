@@ -1,6 +1,9 @@
 //! Allocates from a pool or from the graphs' memory: reserves the most by which the pool may grow, asks the driver, and
 //! charges by how much it grew.
 //!
+//! An allocation for which the process's spare is enough is noted without asking:
+//! [`PoolCharge::begin_unasked`]. Any other takes all steps:
+//!
 //! ```text
 //!  reserve the allocation, rounded up ─► driver ─► what has the pool now? ─► charge that, give back the rest
 //!        └─ full: wait for pending frees ─► claim what the pool has and does not use
@@ -18,7 +21,7 @@ use core::sync::atomic::Ordering;
 
 use tranche_shim_core::PoolCharge;
 use tranche_shim_core::physical::Id;
-use tranche_shim_core::pool_charge::{MOST_STEP, PendingAllocation};
+use tranche_shim_core::pool_charge::{MOST_STEP, PendingAllocation, Size};
 
 use crate::abi::{CUmemoryPool, CUresult};
 use crate::charge::Reserved;
@@ -33,7 +36,7 @@ use crate::settle::{self, Query, entry};
 pub struct PoolAllocator {
     pub process: &'static Process,
     pub device: &'static Device,
-    place: usize,
+    pub place: usize,
 }
 
 impl PoolAllocator {
@@ -54,7 +57,11 @@ impl PoolAllocator {
             .with(|pools| pools.of_device(state, device.number));
         match state {
             State::Modules | State::Code => Self::new(process, device, place),
-            _ => Self::at(process, device, place),
+            _ => {
+                // Graphs are always watched.
+                process.watches_pools.store(true, Ordering::Relaxed);
+                Self::at(process, device, place)
+            }
         }
     }
 
@@ -76,7 +83,10 @@ impl PoolAllocator {
         device: &'static Device,
         place: Option<usize>,
     ) -> Result<Self, CUresult> {
-        process.has_driver_pools.store(true, Ordering::Relaxed);
+        // Read first: a write would cost other threads its cache line.
+        if !process.has_driver_pools.load(Ordering::Relaxed) {
+            process.has_driver_pools.store(true, Ordering::Relaxed);
+        }
         Self::new(process, device, place)
     }
 
@@ -94,7 +104,7 @@ impl PoolAllocator {
 
     /// A table's entry for an allocation of `bytes` from the pool.
     pub fn entry(self, bytes: u64) -> tranche_shim_core::Entry {
-        entry(self.device.number, self.place, self.device.taken_by(bytes))
+        entry(self.device.number, self.place, bytes)
     }
 
     /// A table's entry for the pool itself.
@@ -113,10 +123,58 @@ impl PoolAllocator {
             .with(|pools| pools.get(self.place).map(|found| note(&mut found.charge)))
     }
 
+    /// The same for a change after which the pool may have something to give back.
+    fn with_watched<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
+        self.process.driver_pools.with(|pools| {
+            let noted = note(&mut pools.get(self.place)?.charge);
+            settle::watch(self.process, pools, self.place);
+            Some(noted)
+        })
+    }
+
+    /// Allocates from a pool: asks the driver only if it must, and then does as [`grow`](Self::grow).
+    #[inline]
+    pub fn allocate(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
+        let Some(allocation) = self.begin_unasked(bytes) else {
+            return self.grow(bytes, driver, undo);
+        };
+        let result = driver.make();
+        self.finish_unanswered(allocation);
+        if !result.is_ok() {
+            self.undo(allocation);
+        }
+        result
+    }
+
+    #[inline(never)]
+    fn finish_unanswered(self, allocation: PendingAllocation) {
+        self.with(|charge| charge.finish_unanswered(allocation));
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn undo(self, allocation: PendingAllocation) {
+        self.with_watched(|charge| charge.undo(allocation));
+    }
+
+    /// Begins an allocation of `bytes` after which the driver need not be asked, if it is small, the process has one share
+    /// and its spare is enough.
+    fn begin_unasked(self, bytes: u64) -> Option<PendingAllocation> {
+        let (_, share) = self.process.sole()?;
+        let size = self.device.size_of(bytes);
+        // The step for a larger one is not known.
+        if size.blocks > self.device.block {
+            return None;
+        }
+        let take = |growth| share.take_spare(Residence::Gpu, growth);
+        self.with_watched(|charge| charge.begin_unasked(size, take))?
+    }
+
     /// Reserves for `bytes` more, calls the driver, and charges the result. Calls `undo` if the driver took more than
     /// there is room for.
+    #[inline(never)]
     pub fn grow(self, bytes: u64, driver: Call<'_>, undo: Call<'_>) -> CUresult {
-        let allocation = match self.begin(self.device.taken_by(bytes)) {
+        let allocation = match self.begin(self.device.size_of(bytes)) {
             Ok(allocation) => allocation,
             Err(code) => return code,
         };
@@ -128,7 +186,7 @@ impl PoolAllocator {
         if result.is_ok() {
             undo.make();
         }
-        self.with(|charge| charge.undo(allocation));
+        self.undo(allocation);
         if !is_covered && let Some(query) = Query::begin(self.process, self.place) {
             settle::trim_one(self.process, self.place, query, 0);
         }
@@ -139,9 +197,9 @@ impl PoolAllocator {
         }
     }
 
-    /// Reserves for an allocation of so many bytes (whole blocks), or claims what the pool has.
-    fn begin(self, bytes: u64) -> Result<PendingAllocation, CUresult> {
-        let (process, device) = (self.process, self.device);
+    /// Reserves for an allocation, or claims what the pool has.
+    fn begin(self, size: Size) -> Result<PendingAllocation, CUresult> {
+        let (process, device, bytes) = (self.process, self.device, size.blocks);
         let unknown =
             |charge: &mut PoolCharge| (charge.growth_of(bytes, MOST_STEP), charge.has_grown());
         let (most, has_grown) = self.with(unknown).ok_or(CUresult::OUT_OF_MEMORY)?;
@@ -151,22 +209,22 @@ impl PoolAllocator {
             return Err(process.refuse(device));
         }
         if let Some(reserved) = process.reserve_what_is_free(device, Residence::Gpu, least, most) {
-            return self.begin_with(bytes, reserved);
+            return self.begin_with(size, reserved);
         }
-        if let Some(allocation) = self.claim(bytes) {
+        if let Some(allocation) = self.claim(size) {
             return Ok(allocation);
         }
         let granted = process
             .reserve_by_trimming(device, Residence::Gpu, least, most)
             .or_else(|| self.reserve_beside_unused(bytes));
         match granted {
-            Some(reserved) => self.begin_with(bytes, reserved),
+            Some(reserved) => self.begin_with(size, reserved),
             None => Err(process.refuse(device)),
         }
     }
 
-    fn begin_with(self, bytes: u64, reserved: u64) -> Result<PendingAllocation, CUresult> {
-        self.with(|charge| charge.begin(bytes, reserved))
+    fn begin_with(self, size: Size, reserved: u64) -> Result<PendingAllocation, CUresult> {
+        self.with_watched(|charge| charge.begin(size, reserved))
             .ok_or_else(|| {
                 self.process.release(self.device, reserved);
                 CUresult::OUT_OF_MEMORY
@@ -174,12 +232,11 @@ impl PoolAllocator {
     }
 
     /// Claims what the pool has and does not use, also in blocks that it uses partly.
-    fn claim(self, bytes: u64) -> Option<PendingAllocation> {
+    fn claim(self, size: Size) -> Option<PendingAllocation> {
         let query = Query::begin(self.process, self.place)?;
         let (seen, asked) = (query.version, query.ask_both());
-        query
-            .end(|charge| charge.claim(seen, asked?, bytes))
-            .flatten()
+        query.end(|_| ());
+        self.with_watched(|charge| charge.claim(seen, asked?, size))?
     }
 
     /// Reserves the allocation without growth, if the driver says that the pool has room for it.
@@ -197,7 +254,7 @@ impl PoolAllocator {
     /// Charges the result of an allocation; returns whether there was room for it.
     fn finish(self, allocation: PendingAllocation) -> bool {
         let (process, device) = (self.process, self.device);
-        let finished = settle::ask_until_noted(process, self.place, |charge, _, answer| {
+        let finished = settle::ask_until_noted(process, self.place, &mut |charge, _, answer| {
             charge.finish(allocation, answer, device.block, |more| {
                 // Does not search for room in pools, because their list is locked.
                 process
@@ -209,7 +266,7 @@ impl PoolAllocator {
             process.release(device, finished.surplus);
             finished.is_covered
         } else {
-            self.with(|charge| charge.finish_unanswered(allocation));
+            self.finish_unanswered(allocation);
             true
         }
     }

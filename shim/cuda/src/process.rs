@@ -20,6 +20,7 @@ use tranche_shim_runtime::sys::{self, NotMapped};
 
 use crate::abi::{CUdevice, CUresult, CUstream, CUuuid};
 use crate::contexts::Contexts;
+use crate::current_pools::CurrentPools;
 use crate::device::{self, Device, JoinedShare, Residence};
 use crate::driver::{Call, real};
 use crate::driver_pools::DriverPools;
@@ -51,6 +52,11 @@ pub struct Process {
     pub libraries: Guarded<Libraries>,
     /// Whether the driver can be asked about any of them: pools or graphs.
     pub has_driver_pools: AtomicBool,
+    /// Whether any of them may have something to give back. Changed while `driver_pools` is locked.
+    pub watches_pools: AtomicBool,
+    /// How often the program has waited since it had pools, about.
+    pub waits: AtomicU32,
+    pub current_pools: CurrentPools,
     pub contexts: Contexts,
     pub ends: Ends,
     /// Locked while memory is reserved from several shares, or given back to them.

@@ -1,26 +1,33 @@
 //! Asks the driver what it keeps for pools, graphs and modules, and sets their charges to that.
 //!
 //! The list of pools is locked while it is read or written, but never while the driver is called;
-//! [`tranche_shim_core::pool_charge`] describes how an answer of the driver is noted in spite of that. What a pool gave
-//! back to the device is noticed when the process allocates, frees, synchronizes, queries the free memory, or would be
-//! refused.
+//! [`tranche_shim_core::pool_charge`] describes how an answer of the driver is noted in spite of that.
+//!
+//! What a pool gave back to the device is noticed when the process has waited for the GPU, queries the free memory, or
+//! would be refused, and after some allocations and frees. The first two ask only about pools that are watched: from an
+//! allocation or a free until they have nothing more to give back. A thread that frees notes it after the driver's call. If
+//! the pool was not watched until then, another thread may have waited and not asked; so this one asks. A driver may give
+//! back more than it promises: so one more pool is watched again now and then.
 
 use core::sync::atomic::Ordering;
 
 use tranche_shim_core::physical::Id;
-use tranche_shim_core::pool_charge::{DriverAnswer, Outdated, Version};
+use tranche_shim_core::pool_charge::{DriverAnswer, FinishedAllocation, Outdated, Version};
 use tranche_shim_core::{Entry, PoolCharge};
 use tranche_shim_runtime::sys;
 
 use crate::abi::{CUdevice, CUmemoryPool, CUresult};
 use crate::device::{Device, Residence};
 use crate::driver::{Call, real};
-use crate::driver_pools::{DriverPool, MOST, State};
+use crate::driver_pools::{DriverPool, DriverPools, MOST, State};
 use crate::exports;
+use crate::keys::{Kind, key};
 use crate::process::{self, Process};
 use crate::stream::relaxed;
 
-/// The numbers of the attributes that say how much is reserved, and how much of that is used.
+/// The numbers of the attributes that say how much may stay reserved without use, how much is reserved, and how much of that
+/// is used.
+const POOL_THRESHOLD: u32 = 4;
 const POOL_RESERVED: u32 = 5;
 const POOL_USED: u32 = 7;
 const GRAPHS_USED: u32 = 0;
@@ -29,9 +36,12 @@ const GRAPHS_RESERVED: u32 = 2;
 /// How often the driver is asked while its answers are outdated.
 const TRIES: usize = 64;
 
-/// How many pools are settled in a call at which the driver may give memory back. The number is bounded so that such a
-/// call takes no longer with more pools.
+/// How many watched pools are settled in a call at which the driver may give memory back. The number is bounded so that
+/// such a call takes no longer with more pools.
 const IN_TURN: usize = 4;
+
+/// After so many waits, the driver is asked about one more pool.
+const WAITS: u32 = 64;
 
 /// How long the destruction of a pool waits for other threads' calls that use it, in nanoseconds.
 const WAIT_NANOS: u64 = 1_000_000_000;
@@ -104,14 +114,18 @@ impl<'a> Query<'a> {
 
     /// Ends the query, and changes the pool's charge.
     pub fn end<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
-        self.process.driver_pools.with(|pools| {
-            let pool = pools.get(self.place)?;
-            if pool.handle != self.pool {
-                return None;
-            }
-            pool.calls = pool.calls.saturating_sub(1);
-            Some(note(&mut pool.charge))
-        })
+        let end = |pools: &mut DriverPools| Some(note(&mut self.end_in(pools)?.charge));
+        self.process.driver_pools.with(end)
+    }
+
+    #[inline(never)]
+    fn end_in<'p>(&self, pools: &'p mut DriverPools) -> Option<&'p mut DriverPool> {
+        let pool = pools.get(self.place)?;
+        if pool.handle != self.pool {
+            return None;
+        }
+        pool.calls = pool.calls.saturating_sub(1);
+        Some(pool)
     }
 }
 
@@ -147,18 +161,40 @@ fn trim_pool(pool: CUmemoryPool, keep: u64) {
     unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(pool, keep) };
 }
 
+/// From now on, the driver is asked about a pool when the program has waited; false if it was before.
+#[inline]
+pub fn watch(process: &Process, pools: &mut DriverPools, place: usize) -> bool {
+    let is_new = pools.watch(place);
+    if is_new {
+        process.watches_pools.store(true, Ordering::Relaxed);
+    }
+    is_new
+}
+
+/// No longer asks the driver about a pool when the program has waited.
+#[inline(never)]
+fn ignore(process: &Process, pools: &mut DriverPools, place: usize) {
+    let still = pools.ignore(place);
+    process.watches_pools.store(still, Ordering::Relaxed);
+}
+
 /// Asks the driver what a pool has and notes it, and repeats this while the answer is outdated; `None` if all answers
 /// are outdated, or if there is no such pool.
-pub fn ask_until_noted<R>(
+pub fn ask_until_noted(
     process: &Process,
     place: usize,
-    mut note: impl FnMut(&mut PoolCharge, &Device, DriverAnswer) -> Result<R, Outdated>,
-) -> Option<R> {
+    note: &mut dyn FnMut(
+        &mut PoolCharge,
+        &Device,
+        DriverAnswer,
+    ) -> Result<FinishedAllocation, Outdated>,
+) -> Option<FinishedAllocation> {
     for _ in 0..TRIES {
         let query = Query::begin(process, place)?;
         let (device, seen) = (query.device, query.version);
         let asked = query.ask();
-        let noted = query.end(|charge| {
+        let end = |pools: &mut DriverPools| {
+            let charge = &mut query.end_in(pools)?.charge;
             // If the driver does not say, it is assumed to have all that was charged.
             let now = asked.unwrap_or(charge.covered()).max(charge.floor());
             let found = DriverAnswer {
@@ -166,9 +202,18 @@ pub fn ask_until_noted<R>(
                 now: device.taken_by(now),
                 least: device.taken_by(charge.least()),
             };
-            note(charge, device, found)
-        })?;
-        if let Ok(done) = noted {
+            let noted = note(charge, device, found);
+            // What graphs have does not follow from their allocations: they stay watched.
+            if let Some(has) = asked
+                && query.state == State::Pool
+                && noted.is_ok()
+                && !charge.may_give(has, device.block)
+            {
+                ignore(process, pools, place);
+            }
+            Some(noted)
+        };
+        if let Ok(done) = process.driver_pools.with(end)? {
             return Some(done);
         }
     }
@@ -177,17 +222,21 @@ pub fn ask_until_noted<R>(
 
 /// Sets a pool's charge to what the driver has for it.
 pub fn settle(process: &Process, place: usize) {
-    let settled = ask_until_noted(process, place, |charge, device, found| {
+    let mut of = None;
+    let settled = ask_until_noted(process, place, &mut |charge, device, found| {
         let reserve = |more| {
             let granted = process.reserve_in_parts(device, Residence::Gpu, 0, more);
             granted.unwrap_or(0)
         };
-        charge
-            .settle(found, reserve)
-            .map(|surplus| (device.number, surplus))
+        of = Some(device.number);
+        let surplus = charge.settle(found, reserve)?;
+        Ok(FinishedAllocation {
+            surplus,
+            is_covered: true,
+        })
     });
-    if let Some((device, surplus)) = settled {
-        release(process, device, surplus);
+    if let (Some(device), Some(settled)) = (of, settled) {
+        release(process, device, settled.surplus);
     }
 }
 
@@ -199,7 +248,7 @@ fn release(process: &Process, device: u8, bytes: u64) {
     }
 }
 
-/// Makes a call at which the driver may give back what pools kept, and settles some of them.
+/// Makes a call at which the driver may give back what pools kept, and settles some of those that are watched.
 pub fn settle_after(driver: Call<'_>) -> CUresult {
     let result = driver.make();
     if let Some(process) = process::joined() {
@@ -208,22 +257,71 @@ pub fn settle_after(driver: Call<'_>) -> CUresult {
     result
 }
 
-/// Settles the next pools in turn.
-pub fn settle_some(process: &Process) {
-    if !process.has_driver_pools.load(Ordering::Relaxed) {
-        return;
-    }
-    let mut first = None;
-    for _ in 0..IN_TURN {
-        let next = process.driver_pools.with(|pools| {
-            let next = pools.next_in_turn()?;
-            (first != Some(next)).then_some(next)
+/// Makes a call that changes how much a pool keeps, and settles the pool: it gives back the rest now, or when the program
+/// waits.
+pub fn settle_pool_after(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
+    let result = driver.make();
+    if let Some(process) = process::joined()
+        && let Some(entry) = process.pointers.get(key(Kind::Pool, pool as u64))
+        && let Some(place) = driver_pool_of(entry)
+    {
+        note_threshold(process, place);
+        process.driver_pools.with(|pools| {
+            watch(process, pools, place);
         });
-        let Some(place) = next else {
-            return;
-        };
-        first = first.or(next);
         settle(process, place);
+    }
+    result
+}
+
+/// Asks the driver how much a pool may keep when the program waits.
+pub fn note_threshold(process: &Process, place: usize) {
+    if let Some(query) = Query::begin(process, place) {
+        let threshold = pool_attribute(query.pool, POOL_THRESHOLD).unwrap_or(0);
+        query.end(|charge| charge.set_threshold(threshold));
+    }
+}
+
+/// Settles some of the watched pools, in turn, after the program may have waited.
+#[inline(never)]
+pub fn settle_some(process: &Process) {
+    if process.has_driver_pools.load(Ordering::Relaxed) {
+        // Threads that count at the same time may count once.
+        let waits = process.waits.load(Ordering::Relaxed).wrapping_add(1);
+        process.waits.store(waits, Ordering::Relaxed);
+        if process.watches_pools.load(Ordering::Relaxed) || waits.is_multiple_of(WAITS) {
+            settle_watched_pools(process, IN_TURN, waits);
+        }
+    }
+}
+
+/// Settles all watched pools.
+#[inline]
+pub fn settle_watched(process: &Process) {
+    if process.watches_pools.load(Ordering::Relaxed) {
+        settle_watched_pools(process, MOST, 1);
+    }
+}
+
+#[cold]
+#[inline(never)]
+fn settle_watched_pools(process: &Process, most: usize, waits: u32) {
+    let start = process.driver_pools.with(|pools| {
+        if waits.is_multiple_of(WAITS) && pools.watch_one((waits / WAITS) as usize) {
+            process.watches_pools.store(true, Ordering::Relaxed);
+        }
+        pools.next
+    });
+    let mut left = most;
+    for (mut from, to) in [(start, MOST), (0, start)] {
+        while left > 0
+            && let Some(place) = process
+                .driver_pools
+                .with(|pools| pools.watched_in(from, to))
+        {
+            settle(process, place);
+            (from, left) = (place + 1, left - 1);
+        }
     }
 }
 
@@ -294,8 +392,7 @@ pub fn trim_one(process: &Process, place: usize, query: Query<'_>, bytes: u64) -
     before.saturating_sub(after)
 }
 
-/// A table's entry for an allocation of `bytes` (whole blocks) from a pool: it has the pool's place in the list instead
-/// of a context.
+/// A table's entry for an allocation of `bytes` from a pool: it has the pool's place in the list instead of a context.
 pub fn entry(device: u8, place: usize, bytes: u64) -> Entry {
     Entry {
         bytes,
@@ -310,24 +407,49 @@ pub fn driver_pool_of(entry: Entry) -> Option<usize> {
     (place < MOST).then_some(place)
 }
 
-/// Notes that an allocation from a pool was freed.
+/// Notes that an allocation from a pool was freed: in the order of a stream, or by a call after which the driver is asked.
 #[cold]
 #[inline(never)]
-pub fn freed(process: &Process, place: usize, bytes: u64) {
+pub fn freed(process: &Process, place: usize, bytes: u64, in_stream: bool) {
+    let is_asked = process.driver_pools.with(|pools| {
+        let pool = pools.get(place)?;
+        let size = process.device_numbered(pool.device)?.size_of(bytes);
+        let is_due = pool.charge.free(size);
+        let is_over = pool.state == State::Ended && pool.charge.live() == 0;
+        (!is_over).then(|| watch(process, pools, place) || is_due || !in_stream)
+    });
+    match is_asked {
+        Some(false) => {}
+        Some(true) => settle(process, place),
+        None => end_if_over(process, place),
+    }
+}
+
+/// Ends a destroyed pool that has no allocation any more, and gives back its charge.
+#[cold]
+#[inline(never)]
+fn end_if_over(process: &Process, place: usize) {
     let ended = process.driver_pools.with(|pools| {
         let pool = pools.get(place)?;
-        pool.charge.free(bytes);
         let is_over = pool.state == State::Ended && pool.charge.live() == 0;
-        let over = is_over.then_some(*pool);
-        if is_over {
-            pools.remove(place);
-        }
-        over
+        is_over.then(|| {
+            pool.state = State::None;
+            (pool.device, pool.charge.covered(), pool.exported)
+        })
     });
-    match ended {
-        Some(ended) => give_up(process, &ended),
-        None => settle(process, place),
-    }
+    let Some((device, charged, exported)) = ended else {
+        return;
+    };
+    // If descriptors keep its memory, the charge is given back when they are closed.
+    let Some(exported) = exported else {
+        release(process, device, charged);
+        return;
+    };
+    process.note_physical(|physical, freed| {
+        physical.set_bytes(exported, charged);
+        physical.let_go(exported, freed);
+    });
+    exports::settle_some(process, false);
 }
 
 /// Lowers the floor of a device's modules or graphs by `bytes`.
@@ -367,35 +489,9 @@ pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
         set_state(process, place, State::Pool);
         return result;
     }
-    let ended = process.driver_pools.with(|pools| {
-        let pool = pools.get(place)?;
-        let ended = *pool;
-        if ended.charge.live() > 0 {
-            pool.state = State::Ended;
-            return None;
-        }
-        pools.remove(place);
-        Some(ended)
-    });
-    if let Some(ended) = ended {
-        give_up(process, &ended);
-    }
+    set_state(process, place, State::Ended);
+    end_if_over(process, place);
     result
-}
-
-/// Gives back the charge of a pool that has ended. If descriptors keep its memory, the charge is given back when they are
-/// closed.
-fn give_up(process: &Process, ended: &DriverPool) {
-    let charged = ended.charge.covered();
-    let Some(exported) = ended.exported else {
-        release(process, ended.device, charged);
-        return;
-    };
-    process.note_physical(|physical, freed| {
-        physical.set_bytes(exported, charged);
-        physical.let_go(exported, freed);
-    });
-    exports::settle_some(process, false);
 }
 
 /// Holds the memory that a pool's descriptors keep, for one more descriptor.
@@ -418,6 +514,9 @@ fn set_state(process: &Process, place: usize, state: State) {
         if let Some(pool) = pools.get(place) {
             pool.state = state;
         }
+        // The driver is not asked about a pool that ends.
+        ignore(process, pools, place);
+        watch(process, pools, place);
     });
 }
 

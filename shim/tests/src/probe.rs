@@ -720,8 +720,9 @@ fn counted_calls(once: &mut dyn FnMut() -> u32) {
     }
 }
 
-/// Calls that are counted; each takes the same number of instructions, except for the first look-up.
-const CALLS: u32 = 4;
+/// Calls that are counted; each takes the same number of instructions, except for the first look-up. Of so many pairs in the
+/// order of a stream, the shim asks the driver after one.
+const CALLS: u32 = 8;
 
 /// The call that is counted.
 #[derive(Clone, Copy)]
@@ -733,6 +734,8 @@ enum Measured {
     Info,
     Launch,
     Address,
+    AsyncPair,
+    Synchronize,
 }
 
 impl Measured {
@@ -742,7 +745,9 @@ impl Measured {
             "alloc-free" => Self::AllocFree,
             "refused" => Self::Refused,
             "full" => Self::Full,
-            "info" => Self::Info,
+            "info" | "info-pool" => Self::Info,
+            "async-pair" => Self::AsyncPair,
+            "sync-pool" => Self::Synchronize,
             "launch" => Self::Launch,
             // The first look-up must be in a process without an earlier one.
             "address" | "first-address" => Self::Address,
@@ -759,6 +764,8 @@ fn call_of(cuda: &Cuda, what: &str, live: u64) -> impl FnMut() -> u32 + use<> {
     type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
     type Free = unsafe extern "C" fn(u64) -> u32;
     type Info = unsafe extern "C" fn(*mut u64, *mut u64) -> u32;
+    type AllocAsync = unsafe extern "C" fn(*mut u64, u64, u64) -> u32;
+    type FreeAsync = unsafe extern "C" fn(u64, u64) -> u32;
     type Launch =
         unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> u32;
     type Ask =
@@ -775,6 +782,16 @@ fn call_of(cuda: &Cuda, what: &str, live: u64) -> impl FnMut() -> u32 + use<> {
                 cuda.find("cuDriverGetVersion"),
             ),
             std::mem::transmute::<*mut c_void, Launch>(cuda.find("cuLaunchKernel")),
+        )
+    };
+    // SAFETY: as above.
+    let (alloc_async, free_async, synchronize) = unsafe {
+        (
+            std::mem::transmute::<*mut c_void, AllocAsync>(cuda.find("cuMemAllocAsync")),
+            std::mem::transmute::<*mut c_void, FreeAsync>(cuda.find("cuMemFreeAsync")),
+            std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> u32>(
+                cuda.find("cuCtxSynchronize"),
+            ),
         )
     };
     let (mut pointer, mut other, mut address, mut status) =
@@ -795,6 +812,10 @@ fn call_of(cuda: &Cuda, what: &str, live: u64) -> impl FnMut() -> u32 + use<> {
                 Measured::Refused => alloc(&raw mut pointer, 1 << 50),
                 Measured::Full => alloc(&raw mut pointer, 4 << 20),
                 Measured::Info => info(&raw mut pointer, &raw mut other),
+                Measured::AsyncPair => {
+                    alloc_async(&raw mut pointer, 4096, 0) + free_async(pointer, 0)
+                }
+                Measured::Synchronize => synchronize(),
                 Measured::Launch => launch(1, 1, 1, 1, 32, 1, 1, 0, 0, 0, 0),
                 Measured::Address => ask(
                     c"cuDriverGetVersion".as_ptr(),

@@ -1,7 +1,8 @@
 //! The time of calls of any driver, in nanoseconds: `cost LIVE` in wall time, `cpu-cost LIVE REFUSED` in CPU time of the
 //! thread, where an allocation of `REFUSED` bytes must be refused.
 //!
-//! The kernel comes from PTX, launches never fill the driver's queue, and it takes no more memory than `LIVE` small blocks.
+//! The kernel comes from PTX, launches never fill the driver's queue, and it takes no more memory than `LIVE` small blocks
+//! and what four pools take for a small allocation each. Calls with pools are timed only where the driver has pools.
 
 use std::ffi::c_void;
 
@@ -13,27 +14,45 @@ const BLOCK: u64 = 4096;
 /// More than any GPU has: refused without a look at the driver's own books.
 pub const TOO_MUCH: u64 = 1 << 50;
 
+/// Pools that have memory when calls with pools are timed: the default pool, and further ones.
+const POOLS: usize = 4;
+
 type Alloc = unsafe extern "C" fn(*mut u64, u64) -> u32;
 type Free = unsafe extern "C" fn(u64) -> u32;
 type Info = unsafe extern "C" fn(*mut u64, *mut u64) -> u32;
-type AllocAsync = unsafe extern "C" fn(*mut u64, u64, u64) -> u32;
-type FreeAsync = unsafe extern "C" fn(u64, u64) -> u32;
 type Launch = unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> u32;
 type Synchronize = unsafe extern "C" fn() -> u32;
+type AllocAsync = unsafe extern "C" fn(*mut u64, u64, u64) -> u32;
+type AllocFromPool = unsafe extern "C" fn(*mut u64, u64, u64, u64) -> u32;
+type FreeAsync = unsafe extern "C" fn(u64, u64) -> u32;
+type SynchronizeStream = unsafe extern "C" fn(u64) -> u32;
+type CreatePool = unsafe extern "C" fn(*mut u64, *const PoolProperties) -> u32;
 type Ask = unsafe extern "C" fn(*const libc::c_char, *mut *mut c_void, i32, u64, *mut i32) -> u32;
 
 /// The functions that are timed.
 struct Calls {
     alloc: Alloc,
     free: Free,
-    alloc_async: AllocAsync,
-    free_async: FreeAsync,
     info: Info,
     launch: Launch,
     synchronize: Synchronize,
+    alloc_async: AllocAsync,
+    alloc_from_pool: AllocFromPool,
+    free_async: FreeAsync,
+    synchronize_stream: SynchronizeStream,
+    create_pool: CreatePool,
     ask: Ask,
     kernel: u64,
     clock: libc::clockid_t,
+}
+
+/// `CUmemPoolProps`: pinned memory of the first device.
+#[repr(C)]
+struct PoolProperties {
+    kind: u32,
+    handles: u32,
+    location: [u32; 2],
+    rest: [u64; 9],
 }
 
 /// Times each call, with `live` allocations live for one of them. Answers with pairs of a call's name and
@@ -50,11 +69,18 @@ pub fn cost(
         Calls {
             alloc: std::mem::transmute::<*mut c_void, Alloc>(find("cuMemAlloc_v2")),
             free: std::mem::transmute::<*mut c_void, Free>(find("cuMemFree_v2")),
-            alloc_async: std::mem::transmute::<*mut c_void, AllocAsync>(find("cuMemAllocAsync")),
-            free_async: std::mem::transmute::<*mut c_void, FreeAsync>(find("cuMemFreeAsync")),
             info: std::mem::transmute::<*mut c_void, Info>(find("cuMemGetInfo_v2")),
             launch: std::mem::transmute::<*mut c_void, Launch>(find("cuLaunchKernel")),
             synchronize: std::mem::transmute::<*mut c_void, Synchronize>(find("cuCtxSynchronize")),
+            alloc_async: std::mem::transmute::<*mut c_void, AllocAsync>(find("cuMemAllocAsync")),
+            alloc_from_pool: std::mem::transmute::<*mut c_void, AllocFromPool>(find(
+                "cuMemAllocFromPoolAsync",
+            )),
+            free_async: std::mem::transmute::<*mut c_void, FreeAsync>(find("cuMemFreeAsync")),
+            synchronize_stream: std::mem::transmute::<*mut c_void, SynchronizeStream>(find(
+                "cuStreamSynchronize",
+            )),
+            create_pool: std::mem::transmute::<*mut c_void, CreatePool>(find("cuMemPoolCreate")),
             ask: std::mem::transmute::<*mut c_void, Ask>(find("cuGetProcAddress_v2")),
             kernel,
             clock,
@@ -62,10 +88,6 @@ pub fn cost(
     };
     let mut found = vec![
         ("alloc-free", calls.median(|| calls.alloc_and_free())),
-        (
-            "alloc-free-async",
-            calls.median(|| calls.alloc_and_free_async()),
-        ),
         ("refusal", calls.median(|| calls.refused(refused))),
         ("mem-info", calls.median(|| calls.mem_info())),
         ("proc-address", calls.median(|| calls.proc_address())),
@@ -76,6 +98,16 @@ pub fn cost(
     for pointer in kept {
         // SAFETY: allocated above, freed once.
         unsafe { (calls.free)(pointer) };
+    }
+    if calls.make_pools() {
+        found.push((
+            "alloc-free-async",
+            calls.median(|| calls.alloc_and_free_async()),
+        ));
+        found.push(("sync-pools", calls.median(|| calls.synchronize())));
+        // As before the first time: takes the spares, which every query of the free memory adds up.
+        calls.refused(refused);
+        found.push(("mem-info-pools", calls.median(|| calls.mem_info())));
     }
     let words = found
         .iter()
@@ -130,6 +162,34 @@ impl Calls {
         assert_eq!(unsafe { (self.free)(pointer) }, 0, "cuMemFree");
     }
 
+    /// Allocates a block from each pool; false if the driver has no pools.
+    fn make_pools(&self) -> bool {
+        let mut pointer = 0;
+        // SAFETY: a place for a pointer; the default stream.
+        let has_pools = unsafe { (self.alloc_async)(&raw mut pointer, BLOCK, 0) } == 0;
+        for _ in 1..POOLS {
+            let (mut pool, properties) = (
+                0,
+                PoolProperties {
+                    kind: 1,
+                    handles: 0,
+                    location: [1, 0],
+                    rest: [0; 9],
+                },
+            );
+            // SAFETY: places for a handle and a pointer, properties as cuda.h has them, and the pool that was just made.
+            let code = unsafe {
+                if !has_pools {
+                    break;
+                }
+                (self.create_pool)(&raw mut pool, &raw const properties)
+                    + (self.alloc_from_pool)(&raw mut pointer, BLOCK, pool, 0)
+            };
+            assert_eq!(code, 0, "a pool");
+        }
+        has_pools
+    }
+
     fn alloc_and_free_async(&self) {
         let mut pointer = 0;
         // SAFETY: a place for a pointer, and the default stream.
@@ -138,6 +198,12 @@ impl Calls {
         // SAFETY: allocated just now.
         let code = unsafe { (self.free_async)(pointer, 0) };
         assert_eq!(code, 0, "cuMemFreeAsync");
+    }
+
+    fn synchronize(&self) {
+        // SAFETY: the default stream.
+        let code = unsafe { (self.synchronize_stream)(0) };
+        assert_eq!(code, 0, "cuStreamSynchronize");
     }
 
     fn refused(&self, bytes: u64) {

@@ -13,7 +13,7 @@ use crate::families::{with_variable, write};
 
 /// Calls, live allocations meanwhile, the number of instructions when this was written, and the largest allowed number:
 /// a tenth more, for another compiler, or half more, if most of it are the loader's look-ups.
-const CALLS: [(&str, u32, u64, u64); 9] = [
+const CALLS: [(&str, u32, u64, u64); 12] = [
     ("pass", 0, 7, 8),
     ("alloc-free", 0, 580, 580),
     ("alloc-free", 10_000, 593, 595),
@@ -24,6 +24,9 @@ const CALLS: [(&str, u32, u64, u64); 9] = [
     ("address", 0, 290, 320),
     ("first-address", 0, 145_064, 200_000),
     ("launch", 0, 149, 165),
+    ("async-pair", 0, 674, 740),
+    ("sync-pool", 0, 29, 33),
+    ("info-pool", 0, 227, 250),
 ];
 
 /// Locked instructions of an allocation and a free: the process takes and gives its spare, and enters and removes the pointer
@@ -42,15 +45,13 @@ fn count(world: &World, how: &str, what: &str, live: u32) -> (u64, u64, u64) {
         .arg(how)
         .env("LD_PRELOAD", world.folder().join("clock.so"));
     let mut probe = Probe::by(&mut command);
-    for command in [
-        "count",
-        "steer devices 1",
-        "init",
-        "context 0",
-        "steer fast 1",
-    ] {
+    for command in ["count", "steer devices 1", "init", "context 0"] {
         probe.ask(command);
     }
+    if what.contains("async") || what.contains("pool") {
+        probe.must("async 4096");
+    }
+    probe.ask("steer fast 1");
     // Most programs have a kernel; it must not make other calls longer.
     write(&mut probe, &with_variable(8));
     assert_eq!(

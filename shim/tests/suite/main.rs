@@ -21,6 +21,7 @@ mod managed;
 mod mps;
 mod multicast;
 mod nvml;
+mod pools;
 mod programs;
 mod real;
 mod runtimes;
