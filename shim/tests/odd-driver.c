@@ -148,7 +148,7 @@ CUresult cuDeviceGetDefaultMemPool(uint64_t *pool, int device) { *pool = 0x2000 
 CUresult cuMemPoolGetAttribute(uint64_t pool, int which, uint64_t *value) {
     asked++;
     if (which != 4 && which != 5 && which != 7) return INVALID_VALUE;
-    *value = which == 4 ? (pool_keeps ? UINT64_MAX : 0) : (which == 5 ? pool_reserved : pool_used)[pool - 0x2000];
+    *value = which == 4 ? (pool_keeps ? UINT64_MAX : 0) : (which == 5 ? pool_reserved : pool_used)[pool & 0xff];
     return OK;
 }
 // Not the exported function, whose name would be the shim's here.
@@ -159,9 +159,9 @@ static CUresult trim_pool(int device, size_t keep) {
     pthread_mutex_unlock(&lock);
     return OK;
 }
-CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) { return trim_pool(pool - 0x2000, keep); }
-// A new pool is its device's only one. Memory that descriptors keep is not simulated.
-CUresult cuMemPoolCreate(uint64_t *pool, void *properties) { *pool = 0x2000 + current; return OK; }
+CUresult cuMemPoolTrimTo(uint64_t pool, size_t keep) { return trim_pool(pool & 0xff, keep); }
+// A new pool is another name of its device's only one. Memory that descriptors keep is not simulated.
+CUresult cuMemPoolCreate(uint64_t *pool, void *properties) { *pool = 0x3000 + current; return OK; }
 CUresult cuMemPoolDestroy(uint64_t pool) { return OK; }
 CUresult cuMemAllocFromPoolAsync(uint64_t *pointer, size_t size, uint64_t pool, void *stream) { return allocate_as(pointer, size, 1); }
 CUresult cuMemPoolExportToShareableHandle(int *descriptor, uint64_t pool, unsigned kind, uint64_t flags) {

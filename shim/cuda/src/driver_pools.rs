@@ -43,10 +43,24 @@ pub enum State {
     Modules,
     /// The code of a device's modules, charged in the same way. The driver puts it into separate blocks.
     Code,
-    /// A pool that is being destroyed.
+    /// A pool that the program has destroyed, but the driver has not: it still has memory.
+    Destroyed,
+    /// A pool that the driver is destroying.
     Ending,
-    /// A destroyed pool that still has allocations.
-    Ended,
+}
+
+impl State {
+    /// Whether the driver has a pool for it, about which it can be asked.
+    pub const fn is_pool(self) -> bool {
+        matches!(self, Self::Pool | Self::Destroyed)
+    }
+}
+
+impl DriverPool {
+    /// Whether it has no allocation, and no call uses it.
+    pub const fn is_unused(&self) -> bool {
+        self.calls == 0 && self.charge.live() == 0
+    }
 }
 
 /// The most entries of a process; further pools are refused.
@@ -97,6 +111,12 @@ impl DriverPools {
         Some(place)
     }
 
+    /// Whether the program has destroyed this pool, and the driver has not yet.
+    pub fn is_destroyed(&self, pool: CUmemoryPool) -> bool {
+        let is_it = |found: &DriverPool| found.state == State::Destroyed && found.handle == pool;
+        self.list[..self.count].iter().any(is_it)
+    }
+
     #[inline(never)]
     fn set(&mut self, place: usize, state: State, device: u8, pool: CUmemoryPool) {
         self.count = self.count.max(place + 1);
@@ -123,7 +143,7 @@ impl DriverPools {
     fn watch_if_asked(&mut self, place: usize) -> bool {
         let is_asked = self
             .get(place)
-            .is_some_and(|pool| matches!(pool.state, State::Pool | State::Graphs));
+            .is_some_and(|pool| pool.state.is_pool() || pool.state == State::Graphs);
         if is_asked {
             self.watched[place / 64] |= 1 << (place % 64);
         }

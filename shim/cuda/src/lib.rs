@@ -24,8 +24,8 @@
 //!    is charged), `driver_pools` (pools and other memory that the driver keeps), `current_pools` (from which of them a
 //!    device allocates), `contexts`, `libraries`, `ends` (calls that end what is charged), `mps` (this process as a client
 //!    of MPS), `process` (this process, also after a fork), `collective` (kernels and graphs that never wait);
-//! 3. charging: `device_shares` (reserving from a device's shares), `exports` (descriptors that keep memory), `settle`
-//!    (asking the driver what it keeps), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
+//! 3. charging: `device_shares` (reserving from a device's shares), `exports` (descriptors that keep memory), `pool_query`
+//!    (asking the driver about a pool), `pool_end` (destroyed pools), `settle` (charging what the driver keeps), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
 //!    what the driver keeps), `loading` (what modules and libraries need);
 //! 4. one file per family: `ipc`, `managed` (memory that the driver may move to the host), `memory`, `local` (the local
 //!    memory that kernels need), `vmm`, `dma_buf`, `multicast`, `array`, `graph`, `pool`, `module`, `context`, `capture`,
@@ -87,6 +87,8 @@ mod mps;
 mod multicast;
 mod pool;
 mod pool_allocator;
+mod pool_end;
+mod pool_query;
 mod process;
 mod resolve;
 mod settle;

@@ -16,6 +16,7 @@ use crate::exports::{self, FILE_DESCRIPTOR};
 use crate::graph;
 use crate::keys::{Kind, key};
 use crate::pool_allocator::PoolAllocator;
+use crate::pool_query::default_pool;
 use crate::process::{self, Process};
 use crate::settle::{self, driver_pool_of};
 use crate::stream::{Stream, relaxed};
@@ -225,6 +226,9 @@ pub fn end(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
     let destroy = || process.current_pools.switch(driver);
     let result = match taken.and_then(driver_pool_of) {
         Some(place) => settle::end_pool(process, place, Call::of(&destroy)),
+        None if process.driver_pools.with(|pools| pools.is_destroyed(pool)) => {
+            CUresult::INVALID_VALUE
+        }
         None => destroy(),
     };
     if let Some(entry) = taken
@@ -251,15 +255,7 @@ fn device_with_default_pool(
     process: &'static Process,
     pool: CUmemoryPool,
 ) -> Option<&'static Device> {
-    process.devices().find(|device| {
-        let mut own = 0;
-        // SAFETY: writes to the local handle.
-        let result = unsafe {
-            real!(cuDeviceGetDefaultMemPool: fn(*mut CUmemoryPool, CUdevice))(
-                &raw mut own,
-                device.handle,
-            )
-        };
-        result.is_ok() && own == pool
-    })
+    process
+        .devices()
+        .find(|device| default_pool(device) == Some(pool))
 }

@@ -28,8 +28,10 @@ use crate::charge::Reserved;
 use crate::device::{Device, Residence};
 use crate::driver::Call;
 use crate::driver_pools::State;
+use crate::pool_end;
+use crate::pool_query::{Query, watch};
 use crate::process::Process;
-use crate::settle::{self, Query, entry};
+use crate::settle::{self, entry};
 
 /// Allocates from one pool.
 #[derive(Clone, Copy)]
@@ -71,9 +73,16 @@ impl PoolAllocator {
         device: &'static Device,
         pool: CUmemoryPool,
     ) -> Result<Self, CUresult> {
-        let place = process
-            .driver_pools
-            .with(|pools| pools.of_pool(pool, device.number));
+        let find = || {
+            process
+                .driver_pools
+                .with(|pools| pools.of_pool(pool, device.number))
+        };
+        let place = find().or_else(|| {
+            // Destroyed pools may have nothing any more.
+            settle::settle_all(process);
+            find()
+        });
         Self::at(process, device, place)
     }
 
@@ -114,7 +123,7 @@ impl PoolAllocator {
 
     /// Holds the memory that the pool's descriptors keep, for one more descriptor.
     pub fn hold_exported(self) -> Option<Id> {
-        settle::hold_exported(self.process, self.place)
+        pool_end::hold_exported(self.process, self.place)
     }
 
     fn with<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
@@ -127,7 +136,7 @@ impl PoolAllocator {
     fn with_watched<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
         self.process.driver_pools.with(|pools| {
             let noted = note(&mut pools.get(self.place)?.charge);
-            settle::watch(self.process, pools, self.place);
+            watch(self.process, pools, self.place);
             Some(noted)
         })
     }

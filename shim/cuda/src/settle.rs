@@ -11,27 +11,18 @@
 
 use core::sync::atomic::Ordering;
 
-use tranche_shim_core::physical::Id;
-use tranche_shim_core::pool_charge::{DriverAnswer, FinishedAllocation, Outdated, Version};
+use tranche_shim_core::pool_charge::{DriverAnswer, FinishedAllocation, Outdated};
 use tranche_shim_core::{Entry, PoolCharge};
-use tranche_shim_runtime::sys;
 
-use crate::abi::{CUdevice, CUmemoryPool, CUresult};
+use crate::abi::{CUmemoryPool, CUresult};
 use crate::device::{Device, Residence};
 use crate::driver::{Call, real};
-use crate::driver_pools::{DriverPool, DriverPools, MOST, State};
-use crate::exports;
+use crate::driver_pools::{DriverPools, MOST, State};
 use crate::keys::{Kind, key};
+use crate::pool_end::{self, release};
+use crate::pool_query::{Query, ignore, watch};
 use crate::process::{self, Process};
 use crate::stream::relaxed;
-
-/// The numbers of the attributes that say how much may stay reserved without use, how much is reserved, and how much of that
-/// is used.
-const POOL_THRESHOLD: u32 = 4;
-const POOL_RESERVED: u32 = 5;
-const POOL_USED: u32 = 7;
-const GRAPHS_USED: u32 = 0;
-const GRAPHS_RESERVED: u32 = 2;
 
 /// How often the driver is asked while its answers are outdated.
 const TRIES: usize = 64;
@@ -42,141 +33,6 @@ const IN_TURN: usize = 4;
 
 /// After so many waits, the driver is asked about one more pool.
 const WAITS: u32 = 64;
-
-/// How long the destruction of a pool waits for other threads' calls that use it, in nanoseconds.
-const WAIT_NANOS: u64 = 1_000_000_000;
-const NAP_NANOS: u64 = 20_000;
-
-/// A query of the driver about a pool. The pool is not destroyed meanwhile.
-pub struct Query<'a> {
-    process: &'a Process,
-    pub device: &'a Device,
-    place: usize,
-    state: State,
-    pool: CUmemoryPool,
-    pub version: Version,
-}
-
-impl<'a> Query<'a> {
-    pub fn begin(process: &'a Process, place: usize) -> Option<Self> {
-        process.driver_pools.with(|pools| {
-            let pool = pools.get(place)?;
-            if matches!(pool.state, State::None | State::Ending | State::Ended) {
-                return None;
-            }
-            let device = process.device_numbered(pool.device)?;
-            pool.calls += 1;
-            Some(Self {
-                process,
-                device,
-                place,
-                state: pool.state,
-                pool: pool.handle,
-                version: pool.charge.version(),
-            })
-        })
-    }
-
-    /// Bytes that the driver has for the pool; `None` if the driver does not say.
-    pub fn ask(&self) -> Option<u64> {
-        match self.state {
-            State::Pool => pool_attribute(self.pool, POOL_RESERVED),
-            State::Graphs => graphs_attribute(self.device.handle, GRAPHS_RESERVED),
-            _ => Some(0),
-        }
-    }
-
-    /// Bytes that the driver has for the pool, and how many of them are in use; `None` if the driver does not say.
-    pub fn ask_both(&self) -> Option<(u64, u64)> {
-        let used = match self.state {
-            State::Pool => pool_attribute(self.pool, POOL_USED),
-            State::Graphs => graphs_attribute(self.device.handle, GRAPHS_USED),
-            _ => None,
-        };
-        self.ask().zip(used)
-    }
-
-    /// Whether the pool has at least `bytes` unused bytes, as the driver says.
-    pub fn has_unused(&self, bytes: u64) -> bool {
-        let unused = |(reserved, used): (u64, u64)| reserved.saturating_sub(used) >= bytes;
-        self.state == State::Pool && self.ask_both().is_some_and(unused)
-    }
-
-    /// Makes the driver give back what is not in use, except for `keep` bytes.
-    fn trim(&self, keep: u64) {
-        if self.state == State::Graphs {
-            // SAFETY: only a device.
-            unsafe { real!(cuDeviceGraphMemTrim: fn(CUdevice))(self.device.handle) };
-        } else if self.state == State::Pool {
-            trim_pool(self.pool, keep);
-        }
-    }
-
-    /// Ends the query, and changes the pool's charge.
-    pub fn end<R>(self, note: impl FnOnce(&mut PoolCharge) -> R) -> Option<R> {
-        let end = |pools: &mut DriverPools| Some(note(&mut self.end_in(pools)?.charge));
-        self.process.driver_pools.with(end)
-    }
-
-    #[inline(never)]
-    fn end_in<'p>(&self, pools: &'p mut DriverPools) -> Option<&'p mut DriverPool> {
-        let pool = pools.get(self.place)?;
-        if pool.handle != self.pool {
-            return None;
-        }
-        pool.calls = pool.calls.saturating_sub(1);
-        Some(pool)
-    }
-}
-
-fn pool_attribute(pool: CUmemoryPool, attribute: u32) -> Option<u64> {
-    let mut bytes = 0u64;
-    // SAFETY: writes 64 bits to the local; the pool is one that was not destroyed.
-    let result = unsafe {
-        real!(cuMemPoolGetAttribute: fn(CUmemoryPool, u32, *mut u64))(
-            pool,
-            attribute,
-            &raw mut bytes,
-        )
-    };
-    result.is_ok().then_some(bytes)
-}
-
-fn graphs_attribute(device: CUdevice, attribute: u32) -> Option<u64> {
-    let mut bytes = 0u64;
-    // SAFETY: writes 64 bits to the local.
-    let result = unsafe {
-        real!(cuDeviceGetGraphMemAttribute: fn(CUdevice, u32, *mut u64))(
-            device,
-            attribute,
-            &raw mut bytes,
-        )
-    };
-    result.is_ok().then_some(bytes)
-}
-
-fn trim_pool(pool: CUmemoryPool, keep: u64) {
-    let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-    // SAFETY: the pool is one that was not destroyed.
-    unsafe { real!(cuMemPoolTrimTo: fn(CUmemoryPool, usize))(pool, keep) };
-}
-
-/// From now on, the driver is asked about a pool when the program has waited; false if it was before.
-#[inline]
-pub fn watch(process: &Process, pools: &mut DriverPools, place: usize) -> bool {
-    let is_new = pools.watch(place);
-    if is_new {
-        process.watches_pools.store(true, Ordering::Relaxed);
-    }
-    is_new
-}
-
-/// No longer asks the driver about a pool when the program has waited.
-#[inline(never)]
-fn ignore(process: &Process, pools: &mut DriverPools, place: usize) {
-    let still = pools.ignore(place);
-    process.watches_pools.store(still, Ordering::Relaxed);
-}
 
 /// Asks the driver what a pool has and notes it, and repeats this while the answer is outdated; `None` if all answers
 /// are outdated, or if there is no such pool.
@@ -205,7 +61,7 @@ pub fn ask_until_noted(
             let noted = note(charge, device, found);
             // What graphs have does not follow from their allocations: they stay watched.
             if let Some(has) = asked
-                && query.state == State::Pool
+                && query.state.is_pool()
                 && noted.is_ok()
                 && !charge.may_give(has, device.block)
             {
@@ -214,6 +70,9 @@ pub fn ask_until_noted(
             Some(noted)
         };
         if let Ok(done) = process.driver_pools.with(end)? {
+            if query.state == State::Destroyed {
+                pool_end::end_if_empty(process, place, false);
+            }
             return Some(done);
         }
     }
@@ -237,14 +96,6 @@ pub fn settle(process: &Process, place: usize) {
     });
     if let (Some(device), Some(settled)) = (of, settled) {
         release(process, device, settled.surplus);
-    }
-}
-
-fn release(process: &Process, device: u8, bytes: u64) {
-    if bytes > 0
-        && let Some(device) = process.device_numbered(device)
-    {
-        process.release(device, bytes);
     }
 }
 
@@ -277,7 +128,7 @@ pub fn settle_pool_after(pool: CUmemoryPool, driver: Call<'_>) -> CUresult {
 /// Asks the driver how much a pool may keep when the program waits.
 pub fn note_threshold(process: &Process, place: usize) {
     if let Some(query) = Query::begin(process, place) {
-        let threshold = pool_attribute(query.pool, POOL_THRESHOLD).unwrap_or(0);
+        let threshold = query.threshold();
         query.end(|charge| charge.set_threshold(threshold));
     }
 }
@@ -345,6 +196,9 @@ pub fn wait_for_frees(process: &Process) -> bool {
     // SAFETY: no arguments.
     relaxed(|| unsafe { real!(cuCtxSynchronize: fn())() });
     settle_all(process);
+    for place in process.driver_pools.with(|pools| pools.places()) {
+        pool_end::end_if_empty(process, place, true);
+    }
     true
 }
 
@@ -415,41 +269,12 @@ pub fn freed(process: &Process, place: usize, bytes: u64, in_stream: bool) {
         let pool = pools.get(place)?;
         let size = process.device_numbered(pool.device)?.size_of(bytes);
         let is_due = pool.charge.free(size);
-        let is_over = pool.state == State::Ended && pool.charge.live() == 0;
-        (!is_over).then(|| watch(process, pools, place) || is_due || !in_stream)
+        let is_last = pool.state == State::Destroyed && pool.charge.live() == 0;
+        Some(watch(process, pools, place) || is_due || is_last || !in_stream)
     });
-    match is_asked {
-        Some(false) => {}
-        Some(true) => settle(process, place),
-        None => end_if_over(process, place),
+    if is_asked == Some(true) {
+        settle(process, place);
     }
-}
-
-/// Ends a destroyed pool that has no allocation any more, and gives back its charge.
-#[cold]
-#[inline(never)]
-fn end_if_over(process: &Process, place: usize) {
-    let ended = process.driver_pools.with(|pools| {
-        let pool = pools.get(place)?;
-        let is_over = pool.state == State::Ended && pool.charge.live() == 0;
-        is_over.then(|| {
-            pool.state = State::None;
-            (pool.device, pool.charge.covered(), pool.exported)
-        })
-    });
-    let Some((device, charged, exported)) = ended else {
-        return;
-    };
-    // If descriptors keep its memory, the charge is given back when they are closed.
-    let Some(exported) = exported else {
-        release(process, device, charged);
-        return;
-    };
-    process.note_physical(|physical, freed| {
-        physical.set_bytes(exported, charged);
-        physical.let_go(exported, freed);
-    });
-    exports::settle_some(process, false);
 }
 
 /// Lowers the floor of a device's modules or graphs by `bytes`.
@@ -472,56 +297,11 @@ pub fn lower_floor_at(process: &Process, place: usize, bytes: u64) {
     settle(process, place);
 }
 
-/// Calls `driver` to destroy a pool. Its allocations stay, and stay charged.
+/// Destroys a pool by `driver`. Its allocations stay, and stay charged.
 pub fn end_pool(process: &Process, place: usize, driver: Call<'_>) -> CUresult {
     if let Some(query) = Query::begin(process, place) {
         // The unused memory would be given back in any case.
         trim_one(process, place, query, u64::MAX);
     }
-    set_state(process, place, State::Ending);
-    let start = sys::now();
-    // A tool's callback in one of these calls may wait for this thread.
-    while calls(process, place) > 0 && sys::now().saturating_sub(start) < WAIT_NANOS {
-        sys::sleep(NAP_NANOS);
-    }
-    let result = driver.make();
-    if !result.is_ok() {
-        set_state(process, place, State::Pool);
-        return result;
-    }
-    set_state(process, place, State::Ended);
-    end_if_over(process, place);
-    result
-}
-
-/// Holds the memory that a pool's descriptors keep, for one more descriptor.
-pub fn hold_exported(process: &Process, place: usize) -> Option<Id> {
-    process.driver_pools.with(|pools| {
-        let pool = pools.get(place)?;
-        process.physical.with(|physical| {
-            let known = match pool.exported {
-                Some(known) => known,
-                None => physical.create_without_handle(0, pool.device).ok()?,
-            };
-            pool.exported = Some(known);
-            physical.hold_id(known)
-        })
-    })
-}
-
-fn set_state(process: &Process, place: usize, state: State) {
-    process.driver_pools.with(|pools| {
-        if let Some(pool) = pools.get(place) {
-            pool.state = state;
-        }
-        // The driver is not asked about a pool that ends.
-        ignore(process, pools, place);
-        watch(process, pools, place);
-    });
-}
-
-fn calls(process: &Process, place: usize) -> u32 {
-    process
-        .driver_pools
-        .with(|pools| pools.get(place).map_or(0, |pool| pool.calls))
+    pool_end::end(process, place, driver)
 }

@@ -7,6 +7,7 @@ use tranche_shim_tests::{Machine, Probe};
 use crate::cap::{BLOCK, CAP, one_gpu, ready};
 use crate::families::Case;
 
+const INVALID_VALUE: i64 = 1;
 const OUT_OF_MEMORY: i64 = 2;
 
 /// After so many waits, the driver is asked about one more pool.
@@ -117,6 +118,66 @@ fn what_goes_out_of_use_after_a_wait_is_given_back_by_the_next() {
         probe.must("synchronize");
         assert_eq!(share.used(), 0, "late by {late}");
     }
+}
+
+/// The driver cannot be asked about a pool that it has destroyed.
+#[test]
+fn what_a_destroyed_pool_has_yet_to_free_is_charged() {
+    const MOST: u64 = CAP / 2;
+    for is_freed_first in [true, false] {
+        let mut case = Case::on(Machine::Realistic);
+        let probe = &mut case.probe;
+        let slow = probe.must("kernel sim_busy_1000ms").number(0);
+        probe.must(&format!("launch-grid {slow} 1 0"));
+        probe.must("synchronize");
+        let default = probe.get("cuDeviceGetMemPool &0 0");
+        let busy = probe.get("cuStreamCreate &0 1");
+        probe.must("set 16 1 1 0 0 0 0 0 0 0 0 0");
+        let pool = probe.get("cuMemPoolCreate &0 &16");
+        assert_eq!(probe.call(&format!("cuDeviceSetMemPool 0 {pool}")), 0);
+        let pointer = probe.get(&format!("cuMemAllocAsync &0 {MOST} {busy}"));
+        let start = Instant::now();
+        probe.must(&format!("launch-grid {slow} 1 {busy}"));
+        let free = format!("cuMemFreeAsync {pointer} {busy}");
+        let destroy = format!("cuMemPoolDestroy {pool}");
+        let [first, last] = if is_freed_first {
+            [free, destroy.clone()]
+        } else {
+            [destroy.clone(), free]
+        };
+        assert_eq!(probe.call(&first), 0);
+        assert_eq!(probe.call(&last), 0);
+        // For the program it is destroyed.
+        assert_eq!(probe.get("cuDeviceGetMemPool &0 0"), default);
+        assert_eq!(probe.call(&destroy), INVALID_VALUE);
+        let held = case.world.node().gpus()[0].used;
+        if start.elapsed() < Duration::from_millis(900) {
+            assert!(held >= MOST, "the call has waited for the kernel");
+        }
+        assert!(held <= case.share.used(), "{held} bytes are held");
+        let probe = &mut case.probe;
+        assert_eq!(probe.call(&format!("cuStreamSynchronize {busy}")), 0);
+        assert!(case.share.used() < MOST);
+        assert!(case.world.node().gpus()[0].used < MOST);
+        // Also for the driver.
+        let ask = format!("cuMemPoolGetAttribute {pool} 5 &32");
+        assert_ne!(case.probe.call(&ask), 0);
+    }
+}
+
+/// A process can have 1,024 pools at a time, and any number one after another.
+#[test]
+fn destroyed_pools_leave_room_for_others() {
+    let mut case = Case::new();
+    for _ in 0..1_100 {
+        let probe = &mut case.probe;
+        probe.must("set 16 1 1 0 0 0 0 0 0 0 0 0");
+        let pool = probe.get("cuMemPoolCreate &0 &16");
+        let pointer = probe.get(&format!("cuMemAllocFromPoolAsync &0 4096 {pool} 0"));
+        assert_eq!(probe.call(&format!("cuMemPoolDestroy {pool}")), 0);
+        assert_eq!(probe.call(&format!("cuMemFreeAsync {pointer} 0")), 0);
+    }
+    case.holds(0);
 }
 
 /// A pool that keeps its memory gives it back when its threshold is lowered, or when it is trimmed.
