@@ -36,10 +36,10 @@ fn percent(launches: u64, nanos: u64) -> f64 {
 }
 
 fn assert_near(what: &str, found: f64, wanted: f64) {
-    println!("{what}: {found:.1} % of {wanted} %");
+    println!("{what}: {found:.1} % of {wanted:.1} %");
     assert!(
         (found - wanted).abs() <= 5.0,
-        "{what}: {found:.1} % instead of {wanted} %"
+        "{what}: {found:.1} % instead of {wanted:.1} %"
     );
 }
 
@@ -330,7 +330,8 @@ const SETTLES_LONG_KERNELS: u64 = 16_000;
 const LOOKS: u64 = 10_000;
 
 /// Programs of a share that follow each other, each with other kernels, whose measured prices have different
-/// errors: no program is charged for an earlier one.
+/// errors: no program is charged for an earlier one. What one of them lacked, a later one may get, because the node
+/// cancels debts until the share has its cores; so all of them together are nearer to the cores than each.
 #[test]
 fn a_program_after_another_gets_the_share() {
     let root = std::env::temp_dir().join(format!(
@@ -353,9 +354,14 @@ fn a_program_after_another_gets_the_share() {
             })
         });
         sample_until(&node, &folders, || programs.is_finished());
+        let (mut sum, mut lacked) = (0.0, 0.0);
         for (kernel, found) in programs.join().unwrap() {
-            assert_near(&kernel, found, 25.0);
+            assert_near(&kernel, found, f64::clamp(found, 25.0, 25.0 + lacked));
+            sum += found;
+            lacked = f64::max(lacked + 25.0 - found, 0.0);
         }
+        let mean = sum / 4.0;
+        assert!((mean - 25.0).abs() <= 2.5, "{mean:.1} % by all of them");
     });
 }
 
