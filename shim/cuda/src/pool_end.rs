@@ -15,7 +15,7 @@ use crate::abi::{CUdevice, CUmemoryPool, CUresult};
 use crate::driver::{Call, real};
 use crate::driver_pools::State;
 use crate::exports;
-use crate::pool_query::{Query, default_pool, watch};
+use crate::pool_query::{Query, default_pool, ignore, watch};
 use crate::process::Process;
 use crate::stream::relaxed;
 
@@ -67,15 +67,19 @@ fn destroy_empty(
         is_over.then(|| pool.state = State::Ending)
     })?;
     let result = driver.make();
-    let next = if result.is_ok() { State::None } else { state };
     let ended = process.driver_pools.with(|pools| {
         let pool = pools.get(place)?;
-        pool.state = next;
-        Some((pool.device, pool.charge.covered(), pool.exported))
+        if !result.is_ok() {
+            pool.state = state;
+            return None;
+        }
+        pool.state = State::None;
+        let ended = (pool.device, pool.charge.covered(), pool.exported);
+        // Nobody asks about it any more, also where its last answer came before its end.
+        ignore(process, pools, place);
+        Some(ended)
     });
-    if result.is_ok()
-        && let Some((device, charged, exported)) = ended
-    {
+    if let Some((device, charged, exported)) = ended {
         give_back(process, device, charged, exported);
     }
     Some(result)
