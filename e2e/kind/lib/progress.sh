@@ -31,7 +31,7 @@ kept() { say "$(place)$1: there already"; }
 # step TITLE COMMAND... runs a command or function in a subshell with its output in a log of its own.
 # When it fails, the log's last lines are shown, then what the function named in $on_failure prints.
 step() {
-	local title=$1 name place log finished answer rc begun
+	local title=$1 name place log running pid rc begun
 	shift
 	name=${title,,}
 	log=$LOGS/${name//[^a-z0-9]/-}.log
@@ -39,19 +39,17 @@ step() {
 	place=$(place)
 	begun=$(date +%s)
 	say "$place$title"
-	exec {finished}< <(
+	exec {running}< <(
 		set -e
 		"$@" >"$log" 2>&1 </dev/null
-		echo succeeded
 	)
-	while true; do
-		rc=0
-		read -r -t 60 answer <&"$finished" || rc=$?
-		((rc > 128)) || break
+	pid=$!
+	# Its end closes the pipe. How it ended is not read from there: a line that comes when the time is over is lost.
+	while rc=0 && { read -r -t 60 <&"$running" || rc=$?; } && ((rc > 128)); do
 		say "  … $place$title"
 	done
-	exec {finished}<&-
-	if [[ ${answer-} == succeeded ]]; then
+	exec {running}<&-
+	if wait "$pid"; then
 		say "$place$title: done in $(minutes $(($(date +%s) - begun)))"
 		return
 	fi
