@@ -17,6 +17,10 @@
 //! over the same time ([`evidence`]), is the scale of the share's prices. On a full GPU some of a share's launches wait
 //! in their queues; that does not mean that a price is wrong.
 //!
+//! As long as that scale is near 1, the share pays what the GPU works for it: then the programs' prices may only fall
+//! ([`Refill::falls_until`]), so that neighbours who come later, and are in every measurement of a long kernel from then on,
+//! change no price.
+//!
 //! If NVML's processes cannot be assigned to shares, all working shares get a common correction, by the
 //! utilization of the whole GPU: downwards and back up, but never above their own measurements, because
 //! the rest may be the work of a process without a share.
@@ -62,6 +66,10 @@ const FULL: f64 = 0.9;
 /// On a full GPU a smaller difference than this part does not change a scale: launches that wait in the queues look
 /// like wrong prices of some percent, and small changes would add up.
 const NEAR: f64 = 0.05;
+
+/// With these scales, prices are right: most of what they cost was measured without neighbours. Prices below are too low. Those
+/// above were measured with neighbours in them, of which no measurement is the right one.
+const RIGHT: std::ops::RangeInclusive<f64> = 0.8..=1.05;
 
 /// Weight of a step in the average of what a share uses.
 const USE_WEIGHT: f64 = 0.2;
@@ -160,6 +168,8 @@ struct Share {
     scale: f64,
     evidence: Evidence,
     averages: Averages,
+    /// NVML reports that its prices are right.
+    pays_what_it_takes: bool,
     /// Since when it is working; `None` while it is idle.
     since: Option<u64>,
     /// Steps in which the scale could not follow.
@@ -274,6 +284,7 @@ impl<K: Ord + Clone> Controller<K> {
             };
             let worked = busy.map_or(share.charged_scaled(), |busy| busy * part);
             share.evidence.clear();
+            share.pays_what_it_takes = false;
             share.note_use(worked);
             share.note_worked(reading.cores, step, worked);
             // The common ratio is the error of the present scales.
@@ -287,11 +298,13 @@ impl<K: Ord + Clone> Controller<K> {
         for (key, cores, steps) in compared {
             if let Some(share) = self.shares.get_mut(key) {
                 share.note_charges(now, cores, steps);
-                if let Some(ratio) = share.averages.ratio()
-                    && !(runs < 1.0 && is_near(ratio / runs, share.scale))
-                {
+                let Some(ratio) = share.averages.ratio() else {
+                    continue;
+                };
+                if !(runs < 1.0 && is_near(ratio / runs, share.scale)) {
                     share.follow(ratio / runs, steps);
                 }
+                share.pays_what_it_takes = RIGHT.contains(&share.scale);
             }
         }
     }
@@ -335,6 +348,7 @@ impl Share {
             scale: parts(scale),
             evidence: Evidence::default(),
             averages: Averages::default(),
+            pays_what_it_takes: false,
             since: None,
             wrong: 0,
             uncharged: 0,
@@ -497,16 +511,25 @@ impl Share {
         } else {
             self.refill.scale
         };
-        let ends = rate != u64::from(cores) * PERCENT
-            && self.refill.until < now.saturating_add(LEASE_NANOS / 2);
+        let ends_soon = |lease: u64| lease < now.saturating_add(LEASE_NANOS / 2);
+        let ends = rate != u64::from(cores) * PERCENT && ends_soon(self.refill.until);
+        let falls = if self.pays_what_it_takes {
+            self.since.is_some() && ends_soon(self.refill.falls_until)
+        } else {
+            !self.refill.may_rise(now)
+        };
         let debt = reading
             .position
             .saturating_sub(self.refill.granted(cores, now));
         let forgives = debt > 0 && self.owed > OWED_NANOS * parts(u64::from(cores) * PERCENT);
-        let is_changed = ends || forgives || differ(present, rate) || differ(scale_now, scale);
+        let is_changed =
+            ends || forgives || falls || differ(present, rate) || differ(scale_now, scale);
         if is_changed {
             let until = now.saturating_add(LEASE_NANOS);
-            self.refill = self.refill.then(cores, now, rate, until, scale);
+            self.refill = Refill {
+                falls_until: if self.pays_what_it_takes { until } else { 0 },
+                ..self.refill.then(cores, now, rate, until, scale)
+            };
         }
         if forgives {
             // At most the longest debt, because the tenant writes the position.

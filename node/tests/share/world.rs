@@ -461,9 +461,11 @@ impl World {
             if ended && let Some(kernel) = program.lane.pop_front() {
                 if let Some(launched) = kernel.measured {
                     let took = (self.now - program.idle_at.max(launched)) * program.measures / 100;
-                    let more = program.costs.note(&kernel.shape, took);
                     let share = &self.shares[program.share];
-                    Bucket::new(&share.refill, share.cores, self.now).correct(&share.account, more);
+                    let bucket = Bucket::new(&share.refill, share.cores, self.now);
+                    let may_rise = bucket.prices_may_rise();
+                    let more = program.costs.note(&kernel.shape, took, may_rise);
+                    bucket.correct(&share.account, more);
                 }
                 program.idle_at = self.now;
             }

@@ -13,6 +13,7 @@
 //! - [`bucket`]: how much of it the share has used, one number for all its processes;
 //! - [`batch`]: how much of it a process has taken in advance, so that a launch costs a few nanoseconds;
 //! - [`costs`]: the measured GPU time of a launch by its shape: kernel, grid and block, or graph;
+//! - [`overhead`]: what measuring adds to a measured time;
 //! - [`kernels`]: measurements of a kernel with any grid, from which a new shape's cost is predicted;
 //! - [`collective`]: the kernels that never wait.
 //!
@@ -27,11 +28,12 @@ pub mod costs;
 pub mod kernels;
 #[cfg(loom)]
 mod model;
+pub mod overhead;
 pub mod refill;
 
 pub use batch::Batch;
 pub use bucket::Bucket;
-pub use costs::{Costs, Price, Shape};
+pub use costs::{Costs, LaunchSeries, Price, Shape};
 pub use refill::{Refill, RefillPage};
 
 /// Parts of a whole: rates and scales are in millionths.

@@ -25,6 +25,7 @@ use crate::launches::Launches;
 use crate::local;
 use crate::measure::Measurement;
 use crate::process::{self, Process};
+use crate::series::{OpenSeries, SHORT_NANOS};
 use crate::stream::{Stream, is_capturing, within_stream};
 
 impl Kernel {
@@ -200,6 +201,7 @@ struct Launch {
 struct Begun<'a> {
     paid: Option<(&'a Launch, u64)>,
     measurement: Option<Measurement>,
+    series: Option<OpenSeries>,
 }
 
 impl Begun<'_> {
@@ -207,10 +209,9 @@ impl Begun<'_> {
         if let Some(measurement) = self.measurement {
             measurement.end(result);
         }
-        if let Some((launch, paid)) = self.paid
-            && !result.is_ok()
-        {
-            launch.give_back(paid);
+        if let Some((launch, paid)) = self.paid {
+            let left = self.series.map_or(0, |series| series.end_launch(result));
+            launch.give_back(left + if result.is_ok() { 0 } else { paid });
         }
     }
 }
@@ -221,8 +222,10 @@ const NAP_BETWEEN_CHECKS_NANOS: u64 = 100_000;
 /// How long to sleep at most before the node's grant is read again, in nanoseconds.
 const NAP_NANOS: u64 = 20_000_000;
 
-/// Of the launches with a trusted price that read the share's grant, one in so many is measured.
+/// Of the launches with a trusted price that read the share's grant, one in so many is measured, and one in so many begins a
+/// series.
 const SELDOM: u64 = 8;
+const SERIES_SELDOM: u64 = 64;
 
 impl Launch {
     fn begin(&self) -> Begun<'_> {
@@ -240,20 +243,84 @@ impl Launch {
             self.note(0, 0);
             return Begun::default();
         }
-        let price = self.pay();
-        let measured = match price {
-            Price::Trusted(_) => (sys::now() / NAP_BETWEEN_CHECKS_NANOS).is_multiple_of(SELDOM),
-            Price::Measured(_) | Price::Provisional(_) => true,
-        };
-        let measurement = if measured {
-            launches.measuring.begin(self.stream, self.shape)
-        } else {
-            None
-        };
-        Begun {
-            paid: Some((self, price.nanos())),
-            measurement,
+        if let Some(begun) = self.continue_series() {
+            return begun;
         }
+        let price = self.pay();
+        let begun = Begun {
+            paid: Some((self, price.nanos())),
+            ..Begun::default()
+        };
+        let chance = sys::now() / NAP_BETWEEN_CHECKS_NANOS;
+        match price {
+            Price::Trusted(nanos) if self.begins_series(nanos, chance) => Begun {
+                series: self.begin_series(nanos),
+                ..begun
+            },
+            Price::Trusted(_) if !chance.is_multiple_of(SELDOM) => begun,
+            _ => {
+                let measurement = launches.measuring.begin(self.stream, self.shape);
+                if let Price::Provisional(nanos) = price
+                    && measurement.is_none()
+                {
+                    launches.costs.note_unmeasured(&self.shape, nanos);
+                }
+                Begun {
+                    measurement,
+                    ..begun
+                }
+            }
+        }
+    }
+
+    /// Whether to begin a series with a launch of `price`, by a number that any launch may have.
+    fn begins_series(&self, price: u64, chance: u64) -> bool {
+        let Launches { costs, .. } = &self.process.launches;
+        let one_in = if costs.knows_overhead() {
+            SERIES_SELDOM
+        } else {
+            SELDOM
+        };
+        price < SHORT_NANOS && chance % one_in == SELDOM / 2
+    }
+
+    fn begin_series(&self, price: u64) -> Option<OpenSeries> {
+        let launches = &self.process.launches;
+        if launches.captures.any() || launches.measuring.is_paused() {
+            return None;
+        }
+        let batch = launches.batch(self.device);
+        let Launches { measuring, .. } = launches;
+        measuring
+            .series
+            .begin(self.stream, self.shape, price, batch)
+    }
+
+    /// Makes this a launch of the thread's series, if there is one. If it does not belong to it, the series ends.
+    fn continue_series(&self) -> Option<Begun<'_>> {
+        let Launches {
+            costs,
+            measuring,
+            captures,
+            ..
+        } = &self.process.launches;
+        if captures.any() {
+            return None;
+        }
+        let series = measuring.series.resume(self.stream)?;
+        if let Some(price) = costs.trusted(self.shape.key)
+            && series.add(self.stream, &self.shape, price)
+        {
+            self.note(0, 0);
+            return Some(Begun {
+                paid: Some((self, price)),
+                series: Some(series),
+                ..Begun::default()
+            });
+        }
+        let is_whole = series.is_in(self.stream);
+        self.give_back(series.end(is_whole));
+        None
     }
 
     /// Charges the share, and waits if the share is in debt.
@@ -270,8 +337,12 @@ impl Launch {
         price
     }
 
-    /// Gives back what was paid for a launch that the driver refused: nothing runs, so the next launches may use it.
+    /// Gives back what was paid and is not needed, for example because the driver refused the launch: the next launches may
+    /// use it.
     fn give_back(&self, paid: u64) {
+        if paid == 0 {
+            return;
+        }
         let beyond = self.process.launches.batch(self.device).give(paid);
         if beyond > 0
             && let Some((share, bucket)) = self.process.bucket(self.device, sys::now())
@@ -334,7 +405,11 @@ impl Launch {
         let Launches {
             costs, measuring, ..
         } = &self.process.launches;
-        let more = measuring.collect(costs);
+        let may_rise = || {
+            let bucket = self.process.bucket(self.device, sys::now());
+            bucket.is_none_or(|(_, bucket)| bucket.prices_may_rise())
+        };
+        let more = measuring.collect(costs, may_rise);
         if more != 0
             && let Some((share, bucket)) = self.process.bucket(self.device, sys::now())
         {

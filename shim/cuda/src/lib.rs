@@ -20,8 +20,8 @@
 //! 1. the real driver: `abi` (its types and error codes), `driver` (its functions, and the stubs that forward),
 //!    `stream` (streams, and a thread's current context);
 //! 2. shares and the process: `keys` (the numbers under which handles are noted), `kernel` (what is launched), `device`
-//!    (GPUs, and slots in accounts), `measure` (how long launches take), `launches`, `fitting` (kernels whose local memory
-//!    is charged), `driver_pools` (pools and other memory that the driver keeps), `current_pools` (from which of them a
+//!    (GPUs, and slots in accounts), `event_pair` (two events around launches), `series` (many launches between two),
+//!    `measure` (how long launches take), `launches`, `fitting` (kernels whose local memory is charged), `driver_pools` (pools and other memory that the driver keeps), `current_pools` (from which of them a
 //!    device allocates), `contexts`, `libraries`, `ends` (calls that end what is charged), `mps` (this process as a client
 //!    of MPS), `process` (this process, also after a fork), `collective` (kernels and graphs that never wait);
 //! 3. charging: `device_shares` (reserving from a device's shares), `exports` (descriptors that keep memory), `pool_query`
@@ -66,6 +66,7 @@ mod dma_buf;
 mod driver;
 mod driver_pools;
 mod ends;
+mod event_pair;
 mod exports;
 mod fitting;
 mod graph;
@@ -91,6 +92,7 @@ mod pool_end;
 mod pool_query;
 mod process;
 mod resolve;
+mod series;
 mod settle;
 mod stream;
 mod vmm;

@@ -20,6 +20,7 @@ use crate::sync::{AtomicU64, Ordering};
 pub struct Bucket {
     granted: u64,
     rate: u64,
+    prices_may_rise: bool,
     refill: Refill,
 }
 
@@ -35,6 +36,7 @@ impl Bucket {
         Self {
             granted: refill.granted(cores, now),
             rate: refill.rate(cores, now).max(1),
+            prices_may_rise: refill.may_rise(now),
             refill: *refill,
         }
     }
@@ -47,6 +49,12 @@ impl Bucket {
     /// Pays `price` whether or not it makes a debt.
     pub fn charge<const N: usize>(&self, account: &Account<N>, price: u64) {
         let _ = self.pay(account, price, true);
+    }
+
+    /// Whether prices may rise.
+    #[must_use]
+    pub const fn prices_may_rise(&self) -> bool {
+        self.prices_may_rise
     }
 
     /// Nanoseconds of GPU time that the share is behind its grant; 0 with a debt.
@@ -321,7 +329,7 @@ mod tests {
                 word.store(value, Ordering::Relaxed);
             }
             let [since, base, rate, until, scale] = refill;
-            let bucket = Bucket::new(&Refill { since, base, rate, until, scale }, cores, now);
+            let bucket = Bucket::new(&Refill { since, base, rate, until, scale, falls_until: 0 }, cores, now);
             if let Err(Wait(nanos)) = bucket.take(&account, price) {
                 prop_assert!(nanos <= WAIT_NANOS + WHOLE);
             }

@@ -1,16 +1,20 @@
 //! The GPU time of launches by their shape, from measured launches.
 //!
 //! A shape is a kernel with its grid and block, or a graph that can be launched; a hash of both is
-//! its key. Its price is the smallest of the last [`WINDOW`] to twice as many measurements: a
-//! measurement can only be too long, because of other processes' work in between.
+//! its key. Its price is the smallest measurement, because a measurement can only be too long: other processes' work may be
+//! in it. Older measurements than the last [`WINDOW`] to twice as many are forgotten, unless the node has
+//! found that the share's prices are right ([`Refill::falls_until`](super::Refill)). So neighbours that come
+//! later, and are in every measurement of a long kernel from then on, change no price.
 //!
 //! A launch of a shape that was never measured pays a provisional price: the predicted time of its kernel
 //! with that grid ([`Kernels`]), or [`UNKNOWN_NANOS`]. The shape counts such launches, and its first
-//! measurement corrects all of them together.
+//! measurement corrects all of them together. Those that are not measured are counted by the kernel, and corrected when sizes near
+//! theirs were measured.
 //!
 //! It belongs to one process and has no locks: two threads that write at once lose a measurement.
 
-use super::kernels::{KERNELS, Kernels};
+use super::kernels::{KERNELS, Kernels, update};
+use super::overhead::{FEWEST, Overhead};
 use crate::sync::{AtomicU64, Ordering};
 
 /// The number of known shapes; when it is full, a new one replaces another.
@@ -47,6 +51,7 @@ const PRICE: u64 = (1 << 40) - 1;
 pub struct Costs<const N: usize = SHAPES, const M: usize = KERNELS> {
     shapes: [ShapeCost; N],
     kernels: Kernels<M>,
+    overhead: Overhead,
 }
 
 /// The properties of a launch on which its price depends.
@@ -60,6 +65,17 @@ pub struct Shape {
     pub work: u64,
 }
 
+/// Launches between two events, which follow each other in a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaunchSeries {
+    /// How many.
+    pub launches: u64,
+    /// The sum of their prices, in nanoseconds.
+    pub prices: u64,
+    /// The shape of all of them, if they have the same.
+    pub shape: Option<Shape>,
+}
+
 /// The data of a shape.
 #[repr(C, align(64))]
 #[derive(Debug)]
@@ -70,7 +86,7 @@ struct ShapeCost {
     price: AtomicU64,
     /// Measurements so far.
     measured: AtomicU64,
-    /// The smallest measurement of this window, + 1; 0 for none.
+    /// The smallest measurement since the window began, + 1; 0 for none.
     least: AtomicU64,
     /// The smallest measurement of the window before, + 1; 0 for none.
     before: AtomicU64,
@@ -137,6 +153,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
                 running: zero(),
             }),
             kernels: Kernels::empty(),
+            overhead: Overhead::none(),
         }
     }
 
@@ -163,6 +180,19 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         known.provisional_nanos.fetch_add(nanos, Ordering::Relaxed);
         known.provisional.fetch_add(1, Ordering::Relaxed);
         Price::Provisional(nanos)
+    }
+
+    /// Notes that a launch which paid the provisional price `nanos` is not measured: measurements of the kernel's other launches
+    /// correct it, because its shape may never come again.
+    pub fn note_unmeasured(&self, shape: &Shape, nanos: u64) {
+        let Some(known) = self.find(shape.key) else {
+            return;
+        };
+        let less = |number: u64| move |now: u64| now.checked_sub(number);
+        if update(&known.provisional, less(1)) && update(&known.provisional_nanos, less(nanos)) {
+            self.kernels
+                .note_unmeasured(shape.kernel, shape.work, nanos);
+        }
     }
 
     /// Marks a kernel that must never wait, or takes the mark away.
@@ -203,12 +233,36 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         self.kernels.note_running(shape.kernel, nanos);
     }
 
-    /// Records a measurement. Returns how much more (or less) the launches of the shape with a
-    /// provisional price should have paid.
-    pub fn note(&self, shape: &Shape, nanos: u64) -> i64 {
-        self.kernels.learn(shape.kernel, shape.work, nanos);
+    /// Records that a launch took `nanos` between two events. The price may rise only if `may_rise`. Returns how much more
+    /// (or less) the launches of the shape with a provisional price should have paid.
+    pub fn note(&self, shape: &Shape, nanos: u64, may_rise: bool) -> i64 {
+        self.learn(shape, nanos, may_rise)
+    }
+
+    /// Records that a series of launches took `nanos` between two events. Returns the same as [`note`](Self::note).
+    pub fn note_series(&self, series: &LaunchSeries, nanos: u64, may_rise: bool) -> i64 {
+        self.overhead.note(series.launches, series.prices, nanos);
+        match &series.shape {
+            Some(shape) if series.launches >= FEWEST => {
+                let alone = self.overhead.with(nanos / series.launches);
+                self.learn(shape, alone, may_rise)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Whether it is known how much events add to a measurement.
+    #[must_use]
+    pub fn knows_overhead(&self) -> bool {
+        self.overhead.is_known()
+    }
+
+    /// `nanos`: what a launch takes alone between two events.
+    fn learn(&self, shape: &Shape, nanos: u64, may_rise: bool) -> i64 {
+        let net = self.overhead.without(nanos);
+        self.kernels.learn(shape.kernel, shape.work, net, may_rise);
         let known = self.find_or_make(shape);
-        known.learn(nanos);
+        known.learn(nanos, may_rise, &self.overhead);
         let price = known.price.load(Ordering::Relaxed) & PRICE;
         let launches = known.provisional.swap(0, Ordering::Relaxed);
         let paid = known.provisional_nanos.swap(0, Ordering::Relaxed);
@@ -216,6 +270,7 @@ impl<const N: usize, const M: usize> Costs<N, M> {
         i64::try_from(owed)
             .unwrap_or(i64::MAX)
             .saturating_sub(i64::try_from(paid).unwrap_or(i64::MAX))
+            .saturating_add(self.kernels.settle(shape.kernel))
     }
 
     /// Makes a graph's price provisional because the graph was updated; it is assumed to take as
@@ -281,10 +336,10 @@ impl ShapeCost {
         }
     }
 
-    fn learn(&self, nanos: u64) {
+    fn learn(&self, nanos: u64, may_rise: bool, overhead: &Overhead) {
         let nanos = nanos.clamp(1, PRICE - 1);
         let nth = self.measured.fetch_add(1, Ordering::Relaxed);
-        if nth.is_multiple_of(WINDOW) {
+        if nth.is_multiple_of(WINDOW) && may_rise {
             let least = self.least.swap(0, Ordering::Relaxed);
             self.before.store(least, Ordering::Relaxed);
         }
@@ -295,11 +350,12 @@ impl ShapeCost {
         let smaller = |a: u64, b: u64| if a == 0 || b < a { b } else { a };
         let least = smaller(least, nanos + 1);
         self.least.store(least, Ordering::Relaxed);
-        let price = if before == 0 {
+        let least = if before == 0 {
             least
         } else {
             least.min(before)
-        } - 1;
+        };
+        let price = overhead.without(least - 1).max(1);
         let trust = if nth + 1 >= ENOUGH { TRUSTED } else { 0 };
         self.price.store(price | trust, Ordering::Relaxed);
     }
@@ -309,7 +365,7 @@ impl ShapeCost {
 mod tests {
     use std::collections::HashSet;
 
-    use super::{Costs, HOLD_NANOS, HOLDS_NANOS, Price, Shape, UNKNOWN_NANOS, key};
+    use super::{Costs, HOLD_NANOS, HOLDS_NANOS, LaunchSeries, Price, Shape, UNKNOWN_NANOS, key};
 
     fn costs<const N: usize>() -> Costs<N, 16> {
         Costs::empty()
@@ -344,13 +400,13 @@ mod tests {
         for _ in 0..3 {
             assert_eq!(costs.price(&SHAPE), Price::Provisional(UNKNOWN_NANOS));
         }
-        assert_eq!(costs.note(&SHAPE, 60_000), 30_000);
+        assert_eq!(costs.note(&SHAPE, 60_000, true), 30_000);
         assert_eq!(costs.price(&SHAPE), Price::Measured(60_000));
-        assert_eq!(costs.note(&SHAPE, 70_000), 0);
+        assert_eq!(costs.note(&SHAPE, 70_000, true), 0);
         // Another grid of the kernel starts with its prediction.
         let larger = shape(200);
         assert!(costs.price(&larger).nanos() > 110_000);
-        let paid = costs.note(&larger, 100_000);
+        let paid = costs.note(&larger, 100_000, true);
         assert!((-30_000..-10_000).contains(&paid), "{paid}");
     }
 
@@ -382,7 +438,7 @@ mod tests {
             kernel: key(kernel, [0; 3]),
             work: threads,
         };
-        costs.note(&of(2, 10), 1000);
+        costs.note(&of(2, 10), 1000, true);
         for threads in 11..200 {
             for _ in 0..5 {
                 assert!(matches!(
@@ -398,16 +454,82 @@ mod tests {
     fn a_price_is_the_least_of_a_window() {
         let costs = costs::<64>();
         for nanos in [500, 100, 900, 300] {
-            costs.note(&SHAPE, nanos);
+            costs.note(&SHAPE, nanos, true);
         }
         assert_eq!(costs.trusted(SHAPE.key), Some(100));
         // It takes longer from now on: the old price is dropped after at most two windows.
         for _ in 0..16 {
-            costs.note(&SHAPE, 1000);
+            costs.note(&SHAPE, 1000, true);
         }
         assert_eq!(costs.trusted(SHAPE.key), Some(1000));
-        costs.note(&SHAPE, 0);
+        costs.note(&SHAPE, 0, true);
         assert_eq!(costs.trusted(SHAPE.key), Some(1), "a launch is never free");
+    }
+
+    /// Neighbours that come later are in every measurement of a long kernel.
+    #[test]
+    fn a_price_that_is_high_enough_only_falls() {
+        let costs = costs::<64>();
+        for _ in 0..5 {
+            costs.note(&SHAPE, 500, true);
+        }
+        for _ in 0..100 {
+            costs.note(&SHAPE, 2000, false);
+        }
+        assert_eq!(costs.trusted(SHAPE.key), Some(500));
+        costs.note(&SHAPE, 400, false);
+        assert_eq!(costs.trusted(SHAPE.key), Some(400));
+        for _ in 0..16 {
+            costs.note(&SHAPE, 2000, true);
+        }
+        assert_eq!(costs.trusted(SHAPE.key), Some(2000));
+    }
+
+    #[test]
+    fn a_series_says_what_events_add() {
+        let costs = costs::<64>();
+        let mixed = |launches, prices| LaunchSeries {
+            launches,
+            prices,
+            shape: None,
+        };
+        for _ in 0..4 {
+            costs.note(&SHAPE, 14_000, true);
+        }
+        for _ in 0..4 {
+            let price = costs.trusted(SHAPE.key).unwrap();
+            costs.note_series(&mixed(16, 16 * price), 164_000, true);
+            costs.note(&SHAPE, 14_000, true);
+        }
+        assert_eq!(costs.trusted(SHAPE.key), Some(10_250));
+        // Launches of one shape give its price, too.
+        let same = LaunchSeries {
+            shape: Some(SHAPE),
+            ..mixed(16, 16 * 10_250)
+        };
+        costs.note_series(&same, 160_000, true);
+        assert_eq!(costs.trusted(SHAPE.key), Some(10_000));
+        assert!(!costs.knows_overhead());
+    }
+
+    /// Shapes that never come again, more than can be measured.
+    #[test]
+    fn a_launch_without_a_measurement_is_corrected_by_others() {
+        let costs = costs::<64>();
+        costs.note(&shape(32), 1_000, true);
+        let mut paid = 0;
+        for threads in [90_000, 100_000, 110_000] {
+            let price = costs.price(&shape(threads)).nanos();
+            costs.note_unmeasured(&shape(threads), price);
+            paid += price;
+        }
+        let measured = shape(95_000);
+        paid += costs.price(&measured).nanos();
+        let owed = costs.note(&measured, 950_000, true);
+        let whole = 3_950_000 - i64::try_from(paid).unwrap();
+        assert!((owed - whole).abs() < 100_000, "{owed} of {whole}");
+        // It is not corrected twice.
+        assert_eq!(costs.note(&shape(90_000), 900_000, true), 0);
     }
 
     #[test]
@@ -417,7 +539,7 @@ mod tests {
         costs.at_least(&SHAPE, 5_000_000);
         assert_eq!(costs.price(&SHAPE).nanos(), 5_000_000);
         assert_eq!(costs.price(&shape(3)).nanos(), 5_000_000, "with any grid");
-        assert_eq!(costs.note(&SHAPE, 6_000_000), 12_000_000 - 5_050_000);
+        assert_eq!(costs.note(&SHAPE, 6_000_000, true), 12_000_000 - 5_050_000);
     }
 
     /// A graph that is updated before each launch is also charged its real time.
@@ -432,7 +554,7 @@ mod tests {
         costs.price(&graph);
         costs.forget(&graph);
         assert_eq!(costs.price(&graph), Price::Provisional(UNKNOWN_NANOS));
-        assert_eq!(costs.note(&graph, 90_000), 80_000, "both launches");
+        assert_eq!(costs.note(&graph, 90_000, true), 80_000, "both launches");
         costs.forget(&graph);
         assert_eq!(costs.price(&graph), Price::Provisional(90_000));
         costs.price(&graph);
@@ -444,7 +566,7 @@ mod tests {
         let costs = costs::<64>();
         costs.set_exempt(KERNEL, true);
         for _ in 0..20 {
-            costs.note(&SHAPE, 7);
+            costs.note(&SHAPE, 7, true);
         }
         costs.forget(&SHAPE);
         assert!(costs.is_exempt(KERNEL) && !costs.is_exempt(SHAPE.key));
@@ -463,7 +585,7 @@ mod tests {
                 work: 1,
             };
             costs.price(&shape);
-            costs.note(&shape, 10 + number);
+            costs.note(&shape, 10 + number, true);
             assert_eq!(costs.price(&shape).nanos(), 10 + number);
             assert_ne!(shape.key, 0);
         }

@@ -19,7 +19,7 @@ use crate::sync::{AtomicU64, Ordering};
 /// The number of known kernels; when it is full, a new one replaces another.
 pub const KERNELS: usize = 8192;
 
-/// A prediction is at most this factor above or below the nearest measurement.
+/// A prediction for a size that is not between two measured ones is at most this factor above or below the nearest measurement.
 pub const BOUND: f32 = 8.0;
 
 /// The places where a kernel can be stored.
@@ -50,7 +50,14 @@ struct Kernel {
     unmeasured: AtomicU64,
     /// How long one of these has run so far, in nanoseconds.
     running: AtomicU64,
+    /// Launches that paid a prediction and were not measured: how many, in the upper [`LAUNCH`], and their threads.
+    unsettled: AtomicU64,
+    /// What they paid, in nanoseconds.
+    unsettled_nanos: AtomicU64,
 }
+
+/// One launch in `unsettled`.
+const LAUNCH: u64 = 1 << 48;
 
 /// In `waited`: never waits.
 const EXEMPT: u64 = 1 << 63;
@@ -76,11 +83,15 @@ impl Point {
         u64::from(self.work.to_bits()) << 32 | u64::from(self.nanos.to_bits())
     }
 
-    /// The same work with the measurement `nanos`.
-    fn again(self, nanos: f32) -> Self {
-        let longer = (nanos - self.nanos) * if nanos > self.nanos { LONGER } else { 1.0 };
+    /// The same work with the measurement `nanos`, which may be longer than before if it `may_rise`.
+    fn again(self, nanos: f32, may_rise: bool) -> Self {
+        let weight = match (nanos > self.nanos, may_rise) {
+            (false, _) => 1.0,
+            (true, true) => LONGER,
+            (true, false) => 0.0,
+        };
         Self {
-            nanos: self.nanos + longer,
+            nanos: self.nanos + (nanos - self.nanos) * weight,
             ..self
         }
     }
@@ -104,6 +115,8 @@ impl<const N: usize> Kernels<N> {
                 waited: zero(),
                 unmeasured: zero(),
                 running: zero(),
+                unsettled: zero(),
+                unsettled_nanos: zero(),
             }),
         }
     }
@@ -129,7 +142,10 @@ impl<const N: usize> Kernels<N> {
             in_proportion
         };
         let nanos = nearest.nanos + slope * (work - nearest.work);
-        let bounded = nanos.clamp(nearest.nanos / BOUND, nearest.nanos * BOUND);
+        // Between two measurements, the line does not lead far away.
+        let is_between = (small.work..=large.work).contains(&work);
+        let bound = if is_between { f32::INFINITY } else { BOUND };
+        let bounded = nanos.clamp(nearest.nanos / bound, nearest.nanos * bound);
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
@@ -168,8 +184,8 @@ impl<const N: usize> Kernels<N> {
             .map_or(0, |kernel| kernel.running.load(Ordering::Relaxed))
     }
 
-    /// Records that a launch of `work` threads took `nanos`.
-    pub fn learn(&self, key: u64, work: u64, nanos: u64) {
+    /// Records that a launch of `work` threads took `nanos`. What such a launch took before may rise only if `may_rise`.
+    pub fn learn(&self, key: u64, work: u64, nanos: u64, may_rise: bool) {
         let kernel = self.find_or_make(key);
         kernel.unmeasured.store(0, Ordering::Relaxed);
         let new = Point {
@@ -183,11 +199,52 @@ impl<const N: usize> Kernels<N> {
             let next = match Point::of(word.load(Ordering::Relaxed)) {
                 None => new,
                 Some(old) if is_further(new, old) => new,
-                Some(old) if old.work.to_bits() == new.work.to_bits() => old.again(new.nanos),
+                Some(old) if old.work.to_bits() == new.work.to_bits() => {
+                    old.again(new.nanos, may_rise)
+                }
                 Some(_) => continue,
             };
             word.store(next.word(), Ordering::Relaxed);
         }
+    }
+
+    /// Notes a launch of `work` threads that paid `nanos`, a prediction, and is not measured.
+    pub fn note_unmeasured(&self, key: u64, work: u64, nanos: u64) {
+        let kernel = self.find_or_make(key);
+        let add = |unsettled: u64| {
+            let threads = (unsettled % LAUNCH).checked_add(work)?;
+            (threads < LAUNCH && unsettled / LAUNCH < u64::from(u16::MAX))
+                .then(|| unsettled / LAUNCH * LAUNCH + LAUNCH + threads)
+        };
+        if update(&kernel.unsettled, add) {
+            kernel.unsettled_nanos.fetch_add(nanos, Ordering::Relaxed);
+        }
+    }
+
+    /// How much more (or less) the launches without a measurement should have paid, in nanoseconds, by what is known now. They
+    /// wait until sizes near theirs were measured.
+    pub fn settle(&self, key: u64) -> i64 {
+        let Some(kernel) = self.find(key) else {
+            return 0;
+        };
+        let unsettled = kernel.unsettled.load(Ordering::Relaxed);
+        let point = |word: &AtomicU64| Point::of(word.load(Ordering::Relaxed));
+        let (Some(small), Some(large)) = (point(&kernel.small), point(&kernel.large)) else {
+            return 0;
+        };
+        let (launches, threads) = (unsettled / LAUNCH, unsettled % LAUNCH);
+        if launches == 0 {
+            return 0;
+        }
+        // By their mean, because predictions follow a line.
+        let mean = threads / launches;
+        let is_near = (small.work / 2.0..=large.work * 2.0).contains(&rough(mean));
+        if !is_near || !update(&kernel.unsettled, |now| (now == unsettled).then_some(0)) {
+            return 0;
+        }
+        let paid = kernel.unsettled_nanos.swap(0, Ordering::Relaxed);
+        let owed = self.predict(key, mean).unwrap_or(0) * launches;
+        i64::try_from(owed).unwrap_or(i64::MAX) - i64::try_from(paid).unwrap_or(i64::MAX)
     }
 
     /// Marks a kernel that must never wait, or takes the mark away.
@@ -248,12 +305,26 @@ impl<const N: usize> Kernels<N> {
             &kernel.waited,
             &kernel.unmeasured,
             &kernel.running,
+            &kernel.unsettled,
+            &kernel.unsettled_nanos,
         ] {
             word.store(0, Ordering::Relaxed);
         }
         kernel.key.store(key, Ordering::Relaxed);
         kernel
     }
+}
+
+/// Changes a word, unless `to` returns `None`; returns whether it did.
+pub(super) fn update(word: &AtomicU64, to: impl Fn(u64) -> Option<u64>) -> bool {
+    let mut now = word.load(Ordering::Relaxed);
+    while let Some(next) = to(now) {
+        match word.compare_exchange_weak(now, next, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => return true,
+            Err(other) => now = other,
+        }
+    }
+    false
 }
 
 fn new_is_smaller(new: Point, old: Point) -> bool {
@@ -284,13 +355,13 @@ mod tests {
     fn a_new_size_costs_by_the_line_through_what_was_measured() {
         let kernels: Kernels<16> = Kernels::empty();
         assert_eq!(kernels.predict(KERNEL, 100), None);
-        kernels.learn(KERNEL, 1000, 10_000);
+        kernels.learn(KERNEL, 1000, 10_000, true);
         // In proportion, within the bound.
         assert_eq!(kernels.predict(KERNEL, 2000), Some(20_000));
         assert_eq!(kernels.predict(KERNEL, 1_000_000), Some(80_000));
         assert_eq!(kernels.predict(KERNEL, 1), Some(1250));
         // 5 µs for every launch, and 5 ns for each thread.
-        kernels.learn(KERNEL, 3000, 20_000);
+        kernels.learn(KERNEL, 3000, 20_000, true);
         for (work, nanos) in [
             (1000, 10_000),
             (2000, 15_000),
@@ -302,17 +373,51 @@ mod tests {
         assert_eq!(kernels.predict(8 | 1 << 63, 2000), None);
     }
 
+    /// Sizes between a small and a large one may be nearer to the small one, and take much longer.
+    #[test]
+    fn between_two_measurements_the_line_holds() {
+        let kernels: Kernels<16> = Kernels::empty();
+        kernels.learn(KERNEL, 1, 40_000, true);
+        kernels.learn(KERNEL, 4001, 4_040_000, true);
+        for (work, nanos) in [(2, 41_000), (1001, 1_040_000), (3001, 3_040_000)] {
+            assert_eq!(kernels.predict(KERNEL, work), Some(nanos), "{work}");
+        }
+    }
+
+    /// Many launches may pass before a size near theirs was measured.
+    #[test]
+    fn launches_without_a_measurement_are_settled_by_others() {
+        let kernels: Kernels<16> = Kernels::empty();
+        kernels.learn(KERNEL, 1000, 10_000, true);
+        for work in [90_000, 100_000, 110_000] {
+            kernels.note_unmeasured(KERNEL, work, 80_000);
+        }
+        assert_eq!(kernels.settle(KERNEL), 0, "no size near theirs");
+        kernels.learn(KERNEL, 80_000, 800_000, true);
+        assert_eq!(kernels.settle(KERNEL), 3_000_000 - 240_000);
+        assert_eq!(kernels.settle(KERNEL), 0, "once");
+        // Their number is bounded.
+        for _ in 0..100_000 {
+            kernels.note_unmeasured(KERNEL, 1000, 0);
+        }
+        assert_eq!(kernels.settle(KERNEL), 65_535 * 10_000);
+        kernels.note_unmeasured(KERNEL, u64::MAX, 7);
+        assert_eq!(kernels.settle(KERNEL), 0);
+    }
+
     #[test]
     fn a_measurement_that_is_longer_counts_little() {
         let kernels: Kernels<16> = Kernels::empty();
-        kernels.learn(KERNEL, 1000, 10_000);
-        kernels.learn(KERNEL, 1000, 90_000);
+        kernels.learn(KERNEL, 1000, 10_000, true);
+        kernels.learn(KERNEL, 1000, 90_000, false);
+        assert_eq!(kernels.predict(KERNEL, 1000), Some(10_000));
+        kernels.learn(KERNEL, 1000, 90_000, true);
         assert_eq!(kernels.predict(KERNEL, 1000), Some(20_000));
         for _ in 0..100 {
-            kernels.learn(KERNEL, 1000, 90_000);
+            kernels.learn(KERNEL, 1000, 90_000, true);
         }
         assert!(kernels.predict(KERNEL, 1000).unwrap() > 89_000);
-        kernels.learn(KERNEL, 1000, 10_000);
+        kernels.learn(KERNEL, 1000, 10_000, true);
         assert_eq!(kernels.predict(KERNEL, 1000), Some(10_000));
     }
 
@@ -321,7 +426,7 @@ mod tests {
         let kernels: Kernels<4> = Kernels::empty();
         kernels.set_exempt(KERNEL, true);
         for number in 100..200u64 {
-            kernels.learn(number << 60 | number, 1, 10);
+            kernels.learn(number << 60 | number, 1, 10, true);
             kernels.note_wait(number << 60 | number, 5);
         }
         assert!(kernels.is_exempt(KERNEL));
@@ -340,7 +445,7 @@ mod tests {
         ) {
             let kernels: Kernels<4> = Kernels::empty();
             for (work, nanos) in &measured {
-                kernels.learn(KERNEL, *work, *nanos);
+                kernels.learn(KERNEL, *work, *nanos, true);
             }
             let least = measured.iter().map(|(_, nanos)| *nanos).min().unwrap();
             let most = measured.iter().map(|(_, nanos)| *nanos).max().unwrap();

@@ -56,6 +56,7 @@ fn a_refill_is_read_whole() {
             rate: n,
             until: n,
             scale: n,
+            falls_until: n,
         };
         let node = {
             let page = Arc::clone(&page);

@@ -5,8 +5,10 @@
 //! | offset | bytes | field |
 //! |---|---|---|
 //! | 0 | 8 | `turn`: how often the node has written; 0 for never |
-//! | 64 | 40 | what it wrote when `turn` became even: the five words of a [`Refill`] |
-//! | 128 | 40 | the same, when it became odd |
+//! | 64 | 48 | what it wrote when `turn` became even: the six words of a [`Refill`] |
+//! | 128 | 48 | the same, when it became odd |
+//!
+//! A node of an older version writes five words: then the sixth is 0.
 //!
 //! The node writes the copy that is not in use, then `turn`. A reader that finds `turn` unchanged
 //! after it read a copy has read it completely; a node that dies in between has changed nothing.
@@ -19,7 +21,7 @@ use crate::sync::{AtomicU64, Ordering};
 pub const OFFSET: usize = 1024;
 
 /// Bytes of one copy.
-pub const COPY_LEN: usize = 40;
+pub const COPY_LEN: usize = 48;
 
 /// A grant of GPU time over time. All zeros is the grant before the node's first write: the share's
 /// cores, and unscaled prices.
@@ -35,6 +37,9 @@ pub struct Refill {
     pub until: u64,
     /// The scale of prices, in millionths; 0 for 1,000,000.
     pub scale: u64,
+    /// Until when prices may only fall, `CLOCK_MONOTONIC` in nanoseconds: NVML reports that the GPU works as long for
+    /// the share as it pays, so a measurement above a price is one with other processes' work in it.
+    pub falls_until: u64,
 }
 
 impl Refill {
@@ -72,6 +77,12 @@ impl Refill {
         }
     }
 
+    /// Whether prices may rise at `now`.
+    #[must_use]
+    pub const fn may_rise(&self, now: u64) -> bool {
+        now >= self.falls_until
+    }
+
     /// The refill that continues this one from `now` on, at `rate` until `until`, at a new `scale`.
     #[must_use]
     pub fn then(&self, cores: u8, now: u64, rate: u64, until: u64, scale: u64) -> Self {
@@ -81,6 +92,7 @@ impl Refill {
             rate,
             until,
             scale,
+            falls_until: self.falls_until,
         }
     }
 
@@ -88,7 +100,14 @@ impl Refill {
     #[must_use]
     pub fn encode(&self) -> [u8; COPY_LEN] {
         let mut bytes = [0; COPY_LEN];
-        let words = [self.since, self.base, self.rate, self.until, self.scale];
+        let words = [
+            self.since,
+            self.base,
+            self.rate,
+            self.until,
+            self.scale,
+            self.falls_until,
+        ];
         for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
@@ -110,6 +129,7 @@ impl Refill {
                 rate: word(at + 16),
                 until: word(at + 24),
                 scale: word(at + 32),
+                falls_until: word(at + 40),
             }
         };
         (turn, refill)
@@ -139,7 +159,8 @@ struct Written {
     rate: AtomicU64,
     until: AtomicU64,
     scale: AtomicU64,
-    _pad: [u64; 3],
+    falls_until: AtomicU64,
+    _pad: [u64; 2],
 }
 
 #[cfg(not(loom))]
@@ -163,6 +184,7 @@ impl RefillPage {
                 rate: copy.rate.load(Ordering::Acquire),
                 until: copy.until.load(Ordering::Acquire),
                 scale: copy.scale.load(Ordering::Acquire),
+                falls_until: copy.falls_until.load(Ordering::Acquire),
             };
             if self.turn.load(Ordering::Relaxed) == turn {
                 return Some(refill);
@@ -189,7 +211,8 @@ pub(crate) mod testing {
                 rate: zero(),
                 until: zero(),
                 scale: zero(),
-                _pad: [0; 3],
+                falls_until: zero(),
+                _pad: [0; 2],
             };
             Self {
                 turn: zero(),
@@ -208,6 +231,7 @@ pub(crate) mod testing {
                 (&copy.rate, refill.rate),
                 (&copy.until, refill.until),
                 (&copy.scale, refill.scale),
+                (&copy.falls_until, refill.falls_until),
             ] {
                 word.store(value, Ordering::Release);
             }
@@ -220,7 +244,7 @@ pub(crate) mod testing {
 mod tests {
     use proptest::prelude::*;
 
-    use super::{OFFSET, Refill, RefillPage, offset_of_turn};
+    use super::{COPY_LEN, OFFSET, Refill, RefillPage, offset_of_turn};
     use crate::compute::WHOLE;
 
     const SECOND: u64 = 1_000_000_000;
@@ -252,10 +276,11 @@ mod tests {
             rate: 3,
             until: 4,
             scale: 5,
+            falls_until: 6,
         };
         for turn in [1u64, 2] {
             let at = OFFSET + offset_of_turn(turn);
-            page[at..at + 40].copy_from_slice(&refill.encode());
+            page[at..at + COPY_LEN].copy_from_slice(&refill.encode());
             page[OFFSET..OFFSET + 8].copy_from_slice(&turn.to_le_bytes());
             assert_eq!(Refill::decode(&page), (turn, refill));
         }
@@ -272,7 +297,7 @@ mod tests {
             since: u64, base in 0..u64::MAX / 4, rate in 0..100 * WHOLE, until: u64,
             cores in 1u8..=100, at: u64, later in 0..SECOND, next in 0..WHOLE,
         ) {
-            let refill = Refill { since, base, rate, until, scale: 0 };
+            let refill = Refill { since, base, rate, until, ..Refill::default() };
             let (now, then) = (refill.granted(cores, at), refill.granted(cores, at.saturating_add(later)));
             prop_assert!(now <= then);
             prop_assert!(then - now <= 101 * later + 2);
