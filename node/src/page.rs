@@ -15,7 +15,7 @@ use rustix::fs::OFlags;
 use tranche_api::share_config::ComputeMode;
 use tranche_driver::preparation::{Cap, PAGES};
 use tranche_shim_core::{
-    AccountPage, AccountSnapshot, CapPage, ComputePolicy, PageError, cap, layout,
+    AccountPage, AccountSnapshot, CapPage, ComputePolicy, PageError, Priority, cap, layout,
 };
 use tranche_shim_runtime::sys::{Errno, File};
 
@@ -57,6 +57,7 @@ pub fn cap_page(
         cores,
         mps_threads,
         compute_policy: policy,
+        priority: Priority::Normal,
         claim_uid: uid,
         device_key: key,
     };

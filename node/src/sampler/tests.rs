@@ -4,8 +4,8 @@ use std::fs;
 
 use tranche_driver::gpu_state::Change;
 use tranche_driver::mig::tables;
-use tranche_shim_core::AccountPage;
 use tranche_shim_core::compute::WHOLE;
+use tranche_shim_core::{AccountPage, Priority};
 
 use super::*;
 use crate::inventory::testing::two_h100;
@@ -38,6 +38,7 @@ fn share(root: &Path, name: &str, cores: Option<u8>) -> PathBuf {
         cores,
         mps_threads: None,
         compute_policy: ComputePolicy::WorkConserving,
+        priority: Priority::Normal,
         claim_uid: "uid",
         device_key: name,
     };

@@ -10,6 +10,8 @@
 //! | 28 | 4 | percent of the GPU's threads of each MPS client, 0 for a share without MPS |
 //! | 32 | 8 | bytes that one CUDA context takes on this GPU, 0 if unknown |
 //! | 40 | 8 | bytes of the memory limit for memory that cannot move from the GPU, 0 if memory is not oversubscribed |
+//! | 48 | 4 | priority: 0 normal, 1 high, 2 low |
+//! | 52 | 4 | for low priority: the percent of the cores that the share keeps while shares of high priority have work, else 0 |
 //! | 64 | 64 | GPU UUID as NVML prints it |
 //! | 128 | 64 | UID of the claim |
 //! | 192 | 256 | device key: the share's folder name |
@@ -42,6 +44,8 @@ const AT_CORES: usize = 24;
 const AT_MPS_THREADS: usize = 28;
 const AT_CONTEXT: usize = 32;
 const AT_RESIDENT: usize = 40;
+const AT_PRIORITY: usize = 48;
+const AT_FLOOR: usize = 52;
 const AT_UUID: usize = 64;
 const AT_CLAIM: usize = 128;
 const AT_KEY: usize = 192;
@@ -58,6 +62,40 @@ pub enum ComputePolicy {
     Strict,
     /// At least the cores under contention, more if others leave time unused.
     WorkConserving,
+}
+
+/// Whose launches come first on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Priority {
+    /// It neither waits for other shares' work nor lets them wait.
+    #[default]
+    Normal,
+    /// While it has work, shares with low priority launch no more than their floor.
+    High,
+    /// It waits while shares with high priority have work.
+    Low {
+        /// Percent of its cores that it keeps meanwhile, 0 to 100.
+        floor: u8,
+    },
+}
+
+impl Priority {
+    const fn encode(self) -> (u32, u32) {
+        match self {
+            Self::Normal => (0, 0),
+            Self::High => (1, 0),
+            Self::Low { floor } => (2, floor as u32),
+        }
+    }
+
+    fn decode(found: u32, floor: u32) -> Result<Self, PageError> {
+        match (found, u8::try_from(floor)) {
+            (0, Ok(0)) => Ok(Self::Normal),
+            (1, Ok(0)) => Ok(Self::High),
+            (2, Ok(floor @ 0..=100)) => Ok(Self::Low { floor }),
+            _ => Err(PageError::Priority { found, floor }),
+        }
+    }
 }
 
 /// The content of a cap page.
@@ -82,6 +120,8 @@ pub struct CapPage<'a> {
     pub mps_threads: Option<u8>,
     /// Strict or work-conserving.
     pub compute_policy: ComputePolicy,
+    /// Whose launches come first.
+    pub priority: Priority,
     /// UID of the `ResourceClaim`.
     pub claim_uid: &'a str,
     /// Name of the share within the container; its folder's name below [`crate::paths::SHARES`].
@@ -110,6 +150,8 @@ impl<'a> CapPage<'a> {
             ComputePolicy::Strict => 1,
             ComputePolicy::WorkConserving => 2,
         };
+        let (priority, floor) = self.priority.encode();
+        Priority::decode(priority, floor)?;
         let mut page = [0; LEN];
         page[..MAGIC.len()].copy_from_slice(&MAGIC);
         put(&mut page, AT_ABI, &ABI.to_le_bytes());
@@ -119,6 +161,8 @@ impl<'a> CapPage<'a> {
         put(&mut page, AT_MPS_THREADS, &mps_threads.to_le_bytes());
         put(&mut page, AT_CONTEXT, &self.context_memory.to_le_bytes());
         put(&mut page, AT_RESIDENT, &resident.to_le_bytes());
+        put(&mut page, AT_PRIORITY, &priority.to_le_bytes());
+        put(&mut page, AT_FLOOR, &floor.to_le_bytes());
         put_text(
             &mut page,
             AT_UUID,
@@ -193,6 +237,7 @@ impl<'a> CapPage<'a> {
             cores,
             mps_threads,
             compute_policy,
+            priority: Priority::decode(get_u32(page, AT_PRIORITY), get_u32(page, AT_FLOOR))?,
             claim_uid: get_text(page, AT_CLAIM, CLAIM_LEN, "the claim's UID")?,
             device_key: get_text(page, AT_KEY, KEY_LEN, "the device key")?,
         };
@@ -291,7 +336,7 @@ mod tests {
 
     use proptest::prelude::*;
 
-    use super::{ABI, AT_ABI, AT_CHECKSUM, CapPage, ComputePolicy, LEN, checksum, put};
+    use super::{ABI, AT_ABI, AT_CHECKSUM, CapPage, ComputePolicy, LEN, Priority, checksum, put};
     use crate::error::PageError;
 
     const UUID: &str = "GPU-00112233-4455-6677-8899-aabbccddeeff";
@@ -305,6 +350,7 @@ mod tests {
             cores: Some(25),
             mps_threads: None,
             compute_policy: ComputePolicy::Strict,
+            priority: Priority::Normal,
             claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
             device_key: "gpu-0",
         }
@@ -372,6 +418,16 @@ mod tests {
                     ..page()
                 },
                 PageError::MpsThreads { found: 101 },
+            ),
+            (
+                CapPage {
+                    priority: Priority::Low { floor: 101 },
+                    ..page()
+                },
+                PageError::Priority {
+                    found: 2,
+                    floor: 101,
+                },
             ),
             (
                 CapPage {
@@ -453,6 +509,9 @@ mod tests {
             cores in prop::option::of(1u8..=100),
             mps_threads in prop::option::of(1u8..=100),
             strict: bool,
+            priority in prop_oneof![
+                Just(Priority::Normal), Just(Priority::High), (0..=100u8).prop_map(|floor| Priority::Low { floor }),
+            ],
             claim in "[a-z0-9-]{1,64}",
             key in "[a-zA-Z0-9._-]{1,256}",
         ) {
@@ -464,6 +523,7 @@ mod tests {
                 cores,
                 mps_threads,
                 compute_policy: if strict { ComputePolicy::Strict } else { ComputePolicy::WorkConserving },
+                priority,
                 claim_uid: &claim,
                 device_key: &key,
             };

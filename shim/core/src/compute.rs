@@ -15,7 +15,8 @@
 //! - [`costs`]: the measured GPU time of a launch by its shape: kernel, grid and block, or graph;
 //! - [`overhead`]: what measuring adds to a measured time;
 //! - [`kernels`]: measurements of a kernel with any grid, from which a new shape's cost is predicted;
-//! - [`collective`]: the kernels that never wait.
+//! - [`collective`]: the kernels that never wait;
+//! - [`priority`]: the launches that wait for other shares of the GPU.
 //!
 //! The share pays when it launches, before the launch's time is known. What it takes beyond its grant is a
 //! debt for which the next launches wait, each at most [`WAIT_NANOS`]; a larger debt is carried, and
@@ -29,6 +30,7 @@ pub mod kernels;
 #[cfg(loom)]
 mod model;
 pub mod overhead;
+pub mod priority;
 pub mod refill;
 
 pub use batch::Batch;

@@ -52,6 +52,13 @@ pub enum PageError {
         /// The value found.
         found: u32,
     },
+    /// A priority this build does not know, or one with a wrong floor.
+    Priority {
+        /// The priority found.
+        found: u32,
+        /// The floor found.
+        floor: u32,
+    },
 }
 
 /// A piece of a message. The shim composes messages without `core::fmt`, which would be a tenth of its
@@ -122,6 +129,13 @@ impl PageError {
                 number(found),
                 Text(" is unknown"),
                 Text(""),
+                Text(""),
+            ],
+            Self::Priority { found, floor } => [
+                Text("unknown priority "),
+                number(found),
+                Text(" with floor "),
+                number(floor),
                 Text(""),
             ],
         }

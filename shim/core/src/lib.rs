@@ -13,6 +13,7 @@
 //! - [`account`]: the account page as live memory: reserve, release, reclaim, repair. Its
 //!   documentation argues why no crash at any instruction can let a share past its cap;
 //! - [`compute`]: the share's GPU time: its grant, and what its launches take;
+//! - [`load`]: the layout of the load page, which the shares of a GPU with a priority have in common;
 //! - [`pace`]: how often a process may look for dead ones;
 //! - [`table`]: the charge of each device pointer of a process;
 //! - [`blocks`]: the driver's blocks that hold the process's small allocations;
@@ -37,6 +38,7 @@ pub mod compute;
 pub mod error;
 pub mod image;
 pub mod layout;
+pub mod load;
 mod map;
 pub mod pace;
 pub mod paths;
@@ -50,7 +52,7 @@ mod ways;
 
 pub use account::{Account, AccountFull, Locks, SlotIndex};
 pub use blocks::Blocks;
-pub use cap::{CapPage, ComputePolicy};
+pub use cap::{CapPage, ComputePolicy, Priority};
 pub use error::{MessagePart, PageError};
 pub use layout::{AccountPage, AccountSnapshot, ProcessUsage};
 pub use pace::Pace;

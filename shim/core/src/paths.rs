@@ -1,8 +1,8 @@
 //! The paths of the pages and the real driver in a capped container. They are constants, so that
 //! nothing in the container (an environment variable, a configuration file) can redirect the shim.
 
-/// One folder per share, named after the device key, with the files [`CAP`] and [`ACCOUNT`], and [`RESIDENT`] if
-/// memory is oversubscribed.
+/// One folder per share, named after the device key, with the files [`CAP`] and [`ACCOUNT`], [`RESIDENT`] if memory is
+/// oversubscribed, and [`LOAD`] if the share's priority is high or low.
 pub const SHARES: &str = "/usr/lib/tranche/shares";
 
 /// The cap page's file name in a share's folder. On a read-only mount of a tmpfs.
@@ -14,6 +14,10 @@ pub const ACCOUNT: &str = "account";
 /// The file name of the second account page of a share whose memory is oversubscribed, for memory that cannot move to the
 /// host. Missing in any other share's folder.
 pub const RESIDENT: &str = "resident";
+
+/// The file name of the load page of the share's GPU or partition: writable for a share of high priority, read-only for
+/// one of low priority.
+pub const LOAD: &str = "load";
 
 /// The node's own `libcuda.so.1`, to which the shim forwards.
 pub const REAL_CUDA: &core::ffi::CStr = c"/usr/lib/tranche/driver/libcuda.so.1";

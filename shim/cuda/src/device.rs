@@ -2,7 +2,7 @@
 
 use tranche_shim_core::compute::{Bucket, RefillPage};
 use tranche_shim_core::pool_charge::Size;
-use tranche_shim_core::{Account, GpuUuid, Pace, SlotIndex, paths};
+use tranche_shim_core::{Account, GpuUuid, Pace, Priority, SlotIndex, paths};
 use tranche_shim_runtime::accounts::Live;
 use tranche_shim_runtime::complain::Refused;
 use tranche_shim_runtime::container_shares::{BLOCK, Name, Share};
@@ -30,6 +30,8 @@ pub struct Device {
     pub shares: u64,
     /// Percent of its time that these shares have together; 0 for all of it.
     pub cores: u8,
+    /// Whose launches come first.
+    pub priority: Priority,
     /// For which the driver loads machine code: 90 for compute capability 9.0; 0 if it is unknown.
     pub architecture: u64,
     /// Whether its driver can move managed memory to the host and back.
@@ -68,11 +70,12 @@ pub struct JoinedShare {
     resident: Option<Slot>,
     /// Percent of the GPU's time.
     cores: u8,
+    pub priority: Priority,
     /// The GPU time that the node grants.
     refill: &'static RefillPage,
     /// Bytes of the limits that are for the first context.
     context: u64,
-    name: Name,
+    pub name: Name,
     /// Limits how often this process searches for dead ones.
     looks: Pace,
 }
@@ -188,6 +191,7 @@ impl JoinedShare {
             resident,
             context,
             cores: share.cores.unwrap_or(100),
+            priority: share.priority,
             refill,
             name,
             looks: Pace::new(),
@@ -419,6 +423,7 @@ impl Device {
             context: 0,
             shares: 0,
             cores: 0,
+            priority: Priority::Normal,
             architecture: architecture_of(handle),
             moves_managed: moves_managed(handle),
             residence: Residence::Movable,
@@ -443,6 +448,20 @@ impl Device {
             _ => 0,
         };
         self.cores = if sum < 100 { sum } else { 0 };
+    }
+
+    /// Adds a share's priority, before the share itself: a process with several shares of the device has high priority if
+    /// one of them has, and low priority if all of them have.
+    pub fn add_priority(&mut self, share: Priority) {
+        use Priority::{High, Low, Normal};
+        self.priority = match (self.priority, share) {
+            (_, share) if self.shares == 0 => share,
+            (High, _) | (_, High) => High,
+            (Low { floor }, Low { floor: other }) => Low {
+                floor: floor.max(other),
+            },
+            (Normal, _) | (_, Normal) => Normal,
+        };
     }
 
     /// Its bit in a set of devices.

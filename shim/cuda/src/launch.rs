@@ -332,7 +332,12 @@ impl Launch {
         let price = costs.price(&self.shape);
         let batch = self.process.launches.batch(self.device);
         let Due { rest, ahead } = batch.pay_part(price.nanos(), sys::now());
-        let throttled = held + self.take(rest + ahead, exempt);
+        let ahead = self.device.priority.ahead(ahead);
+        let nanos = rest + ahead;
+        let mut throttled = held + self.take(nanos, exempt);
+        throttled += self
+            .process
+            .give_precedence(self.device, nanos, exempt, throttled);
         self.note(ahead, throttled);
         price
     }

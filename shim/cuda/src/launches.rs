@@ -2,6 +2,7 @@
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
+use tranche_shim_core::compute::priority::{Queue, Work};
 use tranche_shim_core::compute::{Batch, Costs};
 use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::lock::Guarded;
@@ -23,11 +24,25 @@ pub struct Launches {
     pub captures: Captures,
     /// When the last launch began that had to read the share's grant.
     pub begun: AtomicU64,
+    loads: [Load; MAX_SHARES],
+}
+
+/// What the process has launched on a device of a priority. All zeros means nothing.
+pub struct Load {
+    /// With high priority.
+    pub work: Work,
+    /// With low priority.
+    pub queue: Queue,
 }
 
 const BATCHES: usize = 8;
 
 impl Launches {
+    /// What the process has launched on a device.
+    pub fn load(&self, device: &Device) -> &Load {
+        &self.loads[usize::from(device.number) % MAX_SHARES]
+    }
+
     /// The calling thread's batch.
     #[inline]
     pub fn batch(&self, device: &Device) -> &Batch {

@@ -24,7 +24,7 @@
 //!    `measure` (how long launches take), `launches`, `fitting` (kernels whose local memory is charged), `driver_pools` (pools and other memory that the driver keeps), `current_pools` (from which of them a
 //!    device allocates), `contexts`, `libraries`, `ends` (calls that end what is charged), `mps` (this process as a client
 //!    of MPS), `process` (this process, also after a fork), `collective` (kernels and graphs that never wait);
-//! 3. charging: `device_shares` (reserving from a device's shares), `exports` (descriptors that keep memory), `pool_query`
+//! 3. charging: `device_shares` (reserving from a device's shares), `load` (launches that wait for other shares), `exports` (descriptors that keep memory), `pool_query`
 //!    (asking the driver about a pool), `pool_end` (destroyed pools), `settle` (charging what the driver keeps), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
 //!    what the driver keeps), `loading` (what modules and libraries need);
 //! 4. one file per family: `ipc`, `managed` (memory that the driver may move to the host), `memory`, `local` (the local
@@ -77,6 +77,7 @@ mod keys;
 mod launch;
 mod launches;
 mod libraries;
+mod load;
 mod loading;
 mod local;
 mod lookup;

@@ -276,6 +276,7 @@ impl Joined {
                 let context = if device.shares == 0 { share.context } else { 0 };
                 place.write(JoinedShare::take(share, limit, context)?);
                 device.add_cores(share.cores);
+                device.add_priority(share.priority);
                 device.context = device.context.max(share.context);
                 device.shares |= 1 << self.share_count;
                 self.share_count += 1;

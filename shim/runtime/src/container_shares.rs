@@ -7,7 +7,9 @@ use core::ffi::CStr;
 
 use tranche_shim_core::compute::{RefillPage, refill};
 use tranche_shim_core::paths;
-use tranche_shim_core::{AccountPage, CapPage, GpuUuid, MessagePart, PageError, cap, layout};
+use tranche_shim_core::{
+    AccountPage, CapPage, GpuUuid, MessagePart, PageError, Priority, cap, layout,
+};
 
 use crate::complain::{Refused, refuse};
 use crate::sys::{Errno, File, NotMapped};
@@ -25,6 +27,8 @@ pub struct Share {
     pub cores: Option<u8>,
     /// Percent of the GPU's threads for each process as a client of the GPU's MPS daemon; `None` for a share without MPS.
     pub mps_threads: Option<u8>,
+    /// Whose launches come first on its GPU.
+    pub priority: Priority,
     /// Bytes of one context, in whole blocks; the share has room for one beside its limit.
     pub context: u64,
     /// Its folder's name.
@@ -166,6 +170,7 @@ impl Share {
             resident: page.resident_limit,
             cores: page.cores,
             mps_threads: page.mps_threads,
+            priority: page.priority,
             context: page
                 .context_memory
                 .checked_next_multiple_of(BLOCK)
@@ -297,6 +302,12 @@ impl Name {
         file.read_at(&mut header, 0).map_err(unreadable)?;
         AccountPage::check_header(&header).map_err(wrong)?;
         Ok(file)
+    }
+
+    /// Opens the load page of the share's GPU; does not write a message if it fails. Another tenant may have a lease on
+    /// it, which would block the open.
+    pub fn open_load(&self, writable: bool) -> Result<File, Errno> {
+        File::open_at_once(self.file(paths::LOAD).end(), writable)
     }
 
     /// Opens an account that was checked before; does not write a message if it fails.

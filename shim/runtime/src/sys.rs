@@ -54,8 +54,8 @@ impl File {
         Self::open_with(path, mode(writable) | libc::O_NOFOLLOW)
     }
 
-    /// For the node: the same, but returns `EAGAIN` if a tenant's lease on the file (`F_SETLEASE`)
-    /// would block the open for up to 45 s. The lease is broken in that time nevertheless.
+    /// The same, but returns `EAGAIN` if another tenant's lease on the file (`F_SETLEASE`) would block the open for up to
+    /// 45 s. The lease is broken in that time nevertheless.
     pub fn open_at_once(path: &CStr, writable: bool) -> Result<Self, Errno> {
         Self::open_with(path, mode(writable) | libc::O_NOFOLLOW | libc::O_NONBLOCK)
     }
@@ -113,6 +113,19 @@ impl File {
             }
         }
         Ok(done)
+    }
+
+    /// Writes all of `bytes` at offset `at`, in one call; an error too if less was written.
+    pub fn write_at(&self, bytes: &[u8], at: usize) -> Result<(), Errno> {
+        #[expect(clippy::cast_possible_wrap, reason = "an offset within a page")]
+        let offset = at as libc::off_t;
+        // SAFETY: `bytes` is readable for its length.
+        let written = unsafe { libc::pwrite(self.0, bytes.as_ptr().cast(), bytes.len(), offset) };
+        if usize::try_from(written) == Ok(bytes.len()) {
+            Ok(())
+        } else {
+            Err(Errno::last())
+        }
     }
 
     /// Whether another description holds the lock on byte `at`; does not take it.

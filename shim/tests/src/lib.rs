@@ -34,8 +34,8 @@ use tranche_cdi_hook::libraries::Process;
 use tranche_cdi_hook::rootfs::Rootfs;
 use tranche_node::page::AccountFile;
 use tranche_shim_core::compute::{Refill, refill};
-use tranche_shim_core::paths::RESIDENT;
-use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, layout};
+use tranche_shim_core::paths::{LOAD, RESIDENT};
+use tranche_shim_core::{AccountPage, AccountSnapshot, CapPage, ComputePolicy, Priority, layout};
 
 /// Where a container's shares lie.
 pub const SHARES: &str = tranche_shim_core::paths::SHARES;
@@ -299,16 +299,35 @@ impl World {
         compute_policy: ComputePolicy,
     ) -> Share {
         self.share_of(&CapPage {
-            gpu_uuid,
-            memory_limit: limit,
-            resident_limit: None,
-            context_memory: 0,
             cores,
-            mps_threads: None,
             compute_policy,
-            claim_uid: CLAIM,
-            device_key: key,
+            ..uncapped(key, gpu_uuid, limit)
         })
+    }
+
+    /// Adds a share of half of the GPU's time and a priority. `load` is the load page of the GPU, on the node.
+    pub fn share_of_priority(
+        &self,
+        key: &str,
+        gpu_uuid: &str,
+        limit: u64,
+        priority: Priority,
+        load: &Path,
+    ) -> Share {
+        let share = self.share_of(&CapPage {
+            cores: Some(50),
+            priority,
+            ..uncapped(key, gpu_uuid, Some(limit))
+        });
+        let mounted = share.mounted.join(LOAD);
+        match priority {
+            Priority::Normal => {}
+            Priority::High | Priority::Low { .. } => {
+                File::create(&mounted).unwrap();
+                mount::bind(load, &mounted, priority != Priority::High);
+            }
+        }
+        share
     }
 
     /// Adds a share of `limit` bytes on a GPU where a context takes `context` bytes.
@@ -320,30 +339,16 @@ impl World {
         context_memory: u64,
     ) -> Share {
         self.share_of(&CapPage {
-            gpu_uuid,
-            memory_limit: limit,
-            resident_limit: None,
             context_memory,
-            cores: None,
-            mps_threads: None,
-            compute_policy: ComputePolicy::Strict,
-            claim_uid: CLAIM,
-            device_key: key,
+            ..uncapped(key, gpu_uuid, limit)
         })
     }
 
     /// Adds a concurrent share of `limit` bytes, whose processes have `threads` percent of the GPU each.
     pub fn share_by_mps(&self, key: &str, gpu_uuid: &str, limit: u64, threads: u8) -> Share {
         self.share_of(&CapPage {
-            gpu_uuid,
-            memory_limit: Some(limit),
-            resident_limit: None,
-            context_memory: 0,
-            cores: None,
             mps_threads: Some(threads),
-            compute_policy: ComputePolicy::Strict,
-            claim_uid: CLAIM,
-            device_key: key,
+            ..uncapped(key, gpu_uuid, Some(limit))
         })
     }
 
@@ -357,15 +362,9 @@ impl World {
         context_memory: u64,
     ) -> Share {
         let share = self.share_of(&CapPage {
-            gpu_uuid,
-            memory_limit: Some(limit),
             resident_limit: Some(resident),
             context_memory,
-            cores: None,
-            mps_threads: None,
-            compute_policy: ComputePolicy::Strict,
-            claim_uid: CLAIM,
-            device_key: key,
+            ..uncapped(key, gpu_uuid, Some(limit))
         });
         Self::add_page(&share, RESIDENT, AccountPage::initial(), false);
         share
@@ -466,6 +465,22 @@ pub fn compile(source: &str, to: impl AsRef<OsStr>, arguments: &[&str]) {
         .output()
         .unwrap();
     assert!(done.status.success(), "{}", text(&done.stderr));
+}
+
+/// The page of a share with no limit but that of its memory.
+fn uncapped<'a>(key: &'a str, gpu_uuid: &'a str, memory_limit: Option<u64>) -> CapPage<'a> {
+    CapPage {
+        gpu_uuid,
+        memory_limit,
+        resident_limit: None,
+        context_memory: 0,
+        cores: None,
+        mps_threads: None,
+        compute_policy: ComputePolicy::Strict,
+        priority: Priority::Normal,
+        claim_uid: CLAIM,
+        device_key: key,
+    }
 }
 
 fn new_folder() -> PathBuf {

@@ -216,6 +216,10 @@ fn answer_to(cuda: &Cuda, words: &[&str]) -> String {
         ),
         "launch-growing" => launch_growing(cuda, number(1), number(2), number(3)),
         "launch" => launch(cuda, words[1], number(2), number(3), number(4)),
+        "requests" => {
+            let pause = std::time::Duration::from_micros(number(4));
+            requests(cuda, number(1), number(2), number(3), pause)
+        }
         "kernels" => {
             *KERNELS.lock().unwrap() = kernels(cuda, number(1), number(2), number(3));
             "0".into()
@@ -663,6 +667,33 @@ fn launch(cuda: &Cuda, how: &str, kernel: u64, millis: u64, each: u64) -> String
         }
     }
     format!("0 {launches}")
+}
+
+/// Does `count` requests with a `pause` after each: `steps` launches of `kernel`, each of which it waits for. Answers with
+/// the median and the ninth tenth of their times, in microseconds.
+fn requests(
+    cuda: &Cuda,
+    kernel: u64,
+    count: u64,
+    steps: u64,
+    pause: std::time::Duration,
+) -> String {
+    let mut times: Vec<u128> = (0..count)
+        .map(|_| {
+            let start = std::time::Instant::now();
+            for _ in 0..steps {
+                let code = call!(cuda, "cuLaunchKernel", kernel => u64, 1 => u32, 1 => u32, 1 => u32, 32 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64, 0 => u64, 0 => u64);
+                assert_eq!(code, 0, "cuLaunchKernel");
+                call!(cuda, "cuCtxSynchronize",);
+            }
+            let took = start.elapsed().as_micros();
+            std::thread::sleep(pause);
+            took
+        })
+        .collect();
+    times.sort_unstable();
+    let [median, most] = [5, 9].map(|tenths| times[times.len() * tenths / 10]);
+    format!("0 {median} {most}")
 }
 
 /// Launches `kernel` in a loop for `millis` milliseconds, with grids that never repeat, or only after `shapes`

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, cap};
+use tranche_shim_core::{AccountPage, CapPage, ComputePolicy, Priority, cap};
 use tranche_shim_tests::{DRIVER, Driver, Probe, SHARES, World, compile, probe_path};
 
 use crate::cap::{CAP, GPU_0, ready};
@@ -41,6 +41,7 @@ fn page(change: impl FnOnce(&mut CapPage<'_>)) -> Vec<u8> {
         cores: None,
         mps_threads: None,
         compute_policy: ComputePolicy::Strict,
+        priority: Priority::Normal,
         claim_uid: "5f0c2b9e-0000-4000-8000-000000000001",
         device_key: "gpu-0",
     };

@@ -17,8 +17,8 @@ const CALLS: [(&str, u32, u64, u64); 12] = [
     ("pass", 0, 7, 8),
     ("alloc-free", 0, 580, 580),
     ("alloc-free", 10_000, 593, 595),
-    ("refused", 0, 188, 190),
-    ("full", 0, 369, 380),
+    ("refused", 0, 191, 195),
+    ("full", 0, 370, 380),
     // With the driver's own cuCtxGetDevice: 200, 213 or 217, and always the same in one world.
     ("info", 0, 200, 220),
     ("address", 0, 290, 320),

@@ -22,6 +22,7 @@ mod mps;
 mod multicast;
 mod nvml;
 mod pools;
+mod priority;
 mod programs;
 mod real;
 mod runtimes;

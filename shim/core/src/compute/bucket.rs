@@ -85,6 +85,12 @@ impl Bucket {
         }
     }
 
+    /// The scaled price of `nanos`.
+    #[must_use]
+    pub fn scaled(&self, nanos: u64) -> u64 {
+        self.refill.scaled(nanos)
+    }
+
     fn lapsed(&self) -> u64 {
         self.granted.saturating_sub(part(BURST_NANOS, self.rate))
     }

@@ -1,0 +1,260 @@
+//! Shares of high and low priority on one GPU of the simulated machine.
+
+use std::fs;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
+use std::time::{Duration, Instant};
+
+use tranche_node::sampler::now;
+use tranche_shim_core::Priority;
+use tranche_shim_core::load::{LEN, MOST_AHEAD_NANOS, PLACES};
+use tranche_shim_tests::gpu_time::{percent_of_gpu, percent_of_gpu_in, program};
+use tranche_shim_tests::{Machine, Node, Probe, Share, World};
+
+use crate::cap::CAP;
+
+/// A GPU with its load page.
+struct Gpu {
+    node: Arc<Node>,
+    uuid: String,
+    load: PathBuf,
+}
+
+impl Gpu {
+    fn new() -> Self {
+        let root = std::env::temp_dir().join(format!(
+            "tranche-shim-{}-priority-{}",
+            std::process::id(),
+            now()
+        ));
+        let node = Arc::new(Node::start(root, Machine::Realistic, 1));
+        let load = node.root().join("load");
+        fs::write(&load, [0; LEN]).unwrap();
+        Self {
+            uuid: node.gpus()[0].uuid.clone(),
+            node,
+            load,
+        }
+    }
+
+    /// A container with half of the GPU, for the calling thread, and a program in it with a kernel.
+    fn container(&self, priority: Priority, kernel: &str) -> (World, Share, Probe, u64) {
+        let world = World::on(&self.node);
+        let share = world.share_of_priority("gpu-0", &self.uuid, CAP, priority, &self.load);
+        let (mut probe, handle) = program(&world, kernel);
+        // The kernel's price becomes known.
+        probe.must(&format!("launch plain {handle} 200 1"));
+        (world, share, probe, handle)
+    }
+
+    /// The percentage of the GPU's time of a program with low priority and no floor that launches as much as it may, beside
+    /// a program with high priority that executes `command` with its kernel.
+    fn share_beside(&self, command: impl Fn(u64) -> String + Sync) -> f64 {
+        let start = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let high = scope.spawn(|| {
+                let (_world, _share, mut probe, kernel) =
+                    self.container(Priority::High, "sim_busy_200us");
+                start.wait();
+                probe.must(&command(kernel));
+            });
+            let low = scope.spawn(|| {
+                let (_world, _share, mut probe, kernel) =
+                    self.container(Priority::Low { floor: 0 }, "sim_busy_200us");
+                start.wait();
+                percent_of_gpu(&self.node, &mut probe, kernel, MILLIS)
+            });
+            high.join().unwrap();
+            low.join().unwrap()
+        })
+    }
+}
+
+/// How long the tests measure, in milliseconds.
+const MILLIS: u64 = 2000;
+
+/// Writes into each place of a load page that there is work, until it is told to stop.
+fn always_busy(load: &Path, stop: &AtomicBool) {
+    let file = fs::File::options().write(true).open(load).unwrap();
+    while !stop.load(Ordering::Relaxed) {
+        let until = (now() + MOST_AHEAD_NANOS / 2).to_le_bytes();
+        file.write_all_at(&until.repeat(PLACES), 0).unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The median and the ninth tenth of the times of a request of 2 ms with high priority, in microseconds.
+fn requests_beside(neighbour: Option<Priority>) -> (u64, u64) {
+    const REQUESTS: u64 = 60;
+    let gpu = Gpu::new();
+    let start = Barrier::new(1 + usize::from(neighbour.is_some()));
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        if let Some(priority) = neighbour {
+            let (gpu, start, over) = (&gpu, &start, &over);
+            scope.spawn(move || {
+                let (_world, _share, mut probe, kernel) = gpu.container(priority, "sim_busy_200us");
+                start.wait();
+                while !over.load(Ordering::Relaxed) {
+                    probe.must(&format!("launch plain {kernel} 500 0"));
+                }
+            });
+        }
+        let (_world, _share, mut probe, kernel) = gpu.container(Priority::High, "sim_busy_200us");
+        start.wait();
+        let answer = probe.must(&format!("requests {kernel} {REQUESTS} 10 20000"));
+        over.store(true, Ordering::Relaxed);
+        (answer.number(0), answer.number(1))
+    })
+}
+
+#[test]
+fn a_request_of_high_priority_is_nearly_as_fast_beside_a_low_share_as_alone() {
+    let low = Priority::Low { floor: 10 };
+    let [alone, beside_normal, beside_low] =
+        [None, Some(Priority::Normal), Some(low)].map(requests_beside);
+    println!(
+        "median and ninth tenth, µs: alone {alone:?}, beside normal {beside_normal:?}, beside low {beside_low:?}"
+    );
+    assert!(
+        beside_low.0 < 2 * alone.0,
+        "{beside_low:?} and {alone:?} alone"
+    );
+    assert!(
+        beside_low.0 * 2 < beside_normal.0 && beside_low.1 < beside_normal.1,
+        "{beside_low:?}, and {beside_normal:?} beside a normal share"
+    );
+}
+
+#[test]
+fn a_low_share_gets_the_gaps() {
+    let gpu = Gpu::new();
+    let found = gpu.share_beside(|kernel| format!("launch plain {kernel} {MILLIS} 0"));
+    println!("beside work: {found:.1} %");
+    // If the machine has other work, the program of high priority is not always there.
+    assert!(found < 25.0, "beside work: {found:.1} %");
+    // Requests of 2 ms, with pauses of 40 ms.
+    let found = gpu.share_beside(|kernel| format!("requests {kernel} 45 10 40000"));
+    println!("beside requests: {found:.1} %");
+    assert!(found > 35.0, "beside requests: {found:.1} %");
+    let found = gpu.share_beside(|_| "count".to_owned());
+    println!("beside an idle share: {found:.1} %");
+    let off = (found - 50.0).abs();
+    assert!(off < 5.0, "beside an idle share: {found:.1} %");
+}
+
+#[test]
+fn a_low_share_keeps_its_floor() {
+    // In percent of half of the GPU.
+    for (floor, percent) in [(0, 0.0), (20, 10.0), (100, 50.0)] {
+        let (found, _) = beside_page(floor, "plain", "sim_busy_200us", always_busy);
+        println!("floor {floor}: {found:.1} % of {percent} %");
+        assert!(
+            (found - percent).abs() < 3.0,
+            "floor {floor}: {found:.1} % of {percent} %"
+        );
+    }
+}
+
+/// A program of low priority without a floor launches as much as it may beside a load page that says something. Returns
+/// the percentage of the GPU's time that it gets, and for how long its launches waited, in nanoseconds.
+fn beside_page(
+    floor: u8,
+    how: &str,
+    kernel: &str,
+    write: impl FnOnce(&Path, &AtomicBool) + Send,
+) -> (f64, u64) {
+    let gpu = Gpu::new();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let low = Priority::Low { floor };
+        let (_world, share, mut probe, kernel) = gpu.container(low, kernel);
+        scope.spawn(|| write(&gpu.load, &stop));
+        std::thread::sleep(Duration::from_millis(50));
+        let throttled = || share.read(|account| account.throttled_nanos());
+        let (before, command) = (throttled(), format!("launch {how} {kernel} {MILLIS} 0"));
+        let found = percent_of_gpu_in(&gpu.node, &mut probe, &command);
+        stop.store(true, Ordering::Relaxed);
+        (found, throttled() - before)
+    })
+}
+
+#[test]
+fn a_page_with_nonsense_delays_nobody() {
+    let too_far = (now() + 3600 * 1_000_000_000).to_le_bytes().repeat(PLACES);
+    for (what, content) in [
+        ("too far ahead", too_far),
+        ("ones", vec![0xff; LEN]),
+        ("empty", vec![]),
+        ("cut off", vec![7; 13]),
+        ("longer", vec![1; 1 << 20]),
+    ] {
+        let write = |load: &Path, _: &AtomicBool| fs::write(load, content).unwrap();
+        let (found, _) = beside_page(0, "plain", "sim_busy_200us", write);
+        assert!((found - 50.0).abs() < 5.0, "{what}: {found:.1} %");
+    }
+}
+
+#[test]
+fn collective_kernels_do_not_wait_for_others() {
+    let collective = "_Z13ncclDevKernel_sim_busy_200us";
+    let (found, throttled) = beside_page(0, "plain", collective, always_busy);
+    assert!(
+        found > 90.0 && throttled == 0,
+        "{found:.1} %, waited {throttled} ns"
+    );
+}
+
+/// A launch into a capture takes no GPU time.
+#[test]
+fn launches_into_a_capture_do_not_wait_for_others() {
+    let gpu = Gpu::new();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let low = Priority::Low { floor: 0 };
+        let (_world, _share, mut probe, kernel) = gpu.container(low, "sim_busy_50ms");
+        scope.spawn(|| always_busy(&gpu.load, &stop));
+        std::thread::sleep(Duration::from_millis(50));
+        let start = Instant::now();
+        // Ten launches each.
+        for _ in 0..20 {
+            probe.must(&format!("launch graph {kernel} 0 0"));
+        }
+        let took = start.elapsed();
+        stop.store(true, Ordering::Relaxed);
+        assert!(took < Duration::from_secs(1), "{took:?}");
+    });
+}
+
+#[test]
+fn a_dead_high_share_frees_the_low_ones() {
+    let gpu = Gpu::new();
+    let (start, killed) = (Barrier::new(2), Barrier::new(2));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (_world, _share, mut probe, kernel) = gpu.container(Priority::High, "sim_busy_1ms");
+            start.wait();
+            probe.send(&format!("launch plain {kernel} 60000 0"));
+            std::thread::sleep(Duration::from_millis(500));
+            probe.begin_to_kill();
+            killed.wait();
+        });
+        let low = Priority::Low { floor: 0 };
+        let (_world, _share, mut probe, kernel) = gpu.container(low, "sim_busy_200us");
+        start.wait();
+        std::thread::sleep(Duration::from_millis(100));
+        probe.send(&format!("launch plain {kernel} 1000 0"));
+        killed.wait();
+        let (before, since) = (gpu.node.worked_for(probe.pid(), 0), Instant::now());
+        while gpu.node.worked_for(probe.pid(), 0) < before + 5_000_000 {
+            let elapsed = since.elapsed();
+            assert!(
+                elapsed < Duration::from_millis(200),
+                "it waits for a dead share"
+            );
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    });
+}
