@@ -301,6 +301,10 @@ pub struct PublishedCapped {
     /// The SharingPolicy's `unaccountedMemory`, in bytes. 256Mi if it is missing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unaccounted_memory: Option<Quantity>,
+    /// The SharingPolicy's `lowPriorityFloor`, in percent of a share's cores. 10 if it is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = 100))]
+    pub low_priority_floor: Option<u32>,
     /// The driver's libraries that containers get in addition to `compute` and `utility`, by their names in the
     /// SharingPolicy's `driverCapabilities`. The plugin ignores a name that its release does not know.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

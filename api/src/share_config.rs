@@ -4,7 +4,7 @@
 //! ```yaml
 //! apiVersion: gpu.tranche.dev/v1alpha1
 //! kind: ShareConfig
-//! compute: {mode: workConserving}
+//! compute: {mode: workConserving, priority: high}
 //! ```
 //!
 //! ```text
@@ -32,7 +32,7 @@ pub const KIND: &str = "ShareConfig";
 /// The fields of the parameters.
 pub const FIELDS: [&str; 3] = ["apiVersion", "kind", "compute"];
 /// The fields of `compute`.
-pub const COMPUTE_FIELDS: [&str; 1] = ["mode"];
+pub const COMPUTE_FIELDS: [&str; 2] = ["mode", "priority"];
 
 /// The effective parameters of one device, with every field set.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,6 +48,9 @@ pub struct ShareConfig {
 pub struct Compute {
     /// Whether the share may use the time of idle neighbours.
     pub mode: ComputeMode,
+    /// Whose launches come first on the GPU.
+    #[serde(default, skip_serializing_if = "ComputePriority::is_normal")]
+    pub priority: ComputePriority,
 }
 
 /// Whether a share may use the time of idle neighbours.
@@ -69,11 +72,41 @@ impl ComputeMode {
     ];
 }
 
+/// Whose launches come first on a GPU or partition. It has an effect in the tier `capped` only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub enum ComputePriority {
+    /// While the share has work, shares with low priority launch only what fits into the gaps, down to a floor that the
+    /// SharingPolicy sets.
+    High,
+    /// The share neither waits for other shares' work nor lets them wait.
+    #[default]
+    Normal,
+    /// The share waits while shares with high priority have work.
+    Low,
+}
+
+impl ComputePriority {
+    /// All priorities, by their names in the parameters.
+    pub const WORDS: [(&'static str, Self); 3] = [
+        ("high", Self::High),
+        ("normal", Self::Normal),
+        ("low", Self::Low),
+    ];
+
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes it so")]
+    const fn is_normal(&self) -> bool {
+        matches!(self, Self::Normal)
+    }
+}
+
 /// The parameters of one author, with only the fields that are set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     /// `compute.mode`.
     pub compute_mode: Option<ComputeMode>,
+    /// `compute.priority`.
+    pub compute_priority: Option<ComputePriority>,
 }
 
 impl Parameters {
@@ -84,11 +117,13 @@ impl Parameters {
         object.constant("kind", KIND)?;
         object.constant("apiVersion", API_VERSION)?;
         let root = object.only(&FIELDS)?;
-        let compute_mode = match root.object("compute", &COMPUTE_FIELDS)? {
-            Some(compute) => compute.word("mode", &ComputeMode::WORDS)?,
-            None => None,
+        let Some(compute) = root.object("compute", &COMPUTE_FIELDS)? else {
+            return Ok(Self::default());
         };
-        Ok(Self { compute_mode })
+        Ok(Self {
+            compute_mode: compute.word("mode", &ComputeMode::WORDS)?,
+            compute_priority: compute.word("priority", &ComputePriority::WORDS)?,
+        })
     }
 
     /// These parameters, overwritten by the fields of `later`.
@@ -96,6 +131,7 @@ impl Parameters {
     pub fn overlaid_by(self, later: Self) -> Self {
         Self {
             compute_mode: later.compute_mode.or(self.compute_mode),
+            compute_priority: later.compute_priority.or(self.compute_priority),
         }
     }
 
@@ -105,6 +141,7 @@ impl Parameters {
         ShareConfig {
             compute: Compute {
                 mode: self.compute_mode.unwrap_or_default(),
+                priority: self.compute_priority.unwrap_or_default(),
             },
         }
     }

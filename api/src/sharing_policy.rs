@@ -165,6 +165,10 @@ pub struct CappedPolicy {
     #[schemars(range(min = 1, max = 100))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub default_cores: Option<u32>,
+    /// What a share with `compute.priority: low` keeps while shares of its GPU with `compute.priority: high` have work, in
+    /// percent of the share's own cores, 0-100.
+    #[schemars(range(min = 0, max = 100))]
+    pub low_priority_floor: u32,
     /// What happens to the tier if the driver has functions that Tranche does not know. `Taint`: new claims get a share
     /// only if they tolerate `gpu.tranche.dev/untested-driver`. `Allow`: the tier stays open, and only the attribute
     /// `untestedDriver` shows it.
@@ -194,6 +198,9 @@ pub struct CappedPolicy {
 
 /// The default of `unaccountedMemory`, in bytes.
 pub const UNACCOUNTED: u64 = 256 << 20;
+
+/// The default of `lowPriorityFloor`, in percent of a share's cores.
+pub const LOW_PRIORITY_FLOOR: u32 = 10;
 
 /// The valid names in `driverCapabilities`.
 pub const DRIVER_CAPABILITIES: [&str; 7] = [
@@ -350,6 +357,7 @@ impl Default for CappedPolicy {
             default_memory: None,
             cores_step: 1,
             default_cores: None,
+            low_priority_floor: LOW_PRIORITY_FLOOR,
             untested_driver: UntestedDriver::Taint,
             on_bypass: OnBypass::Report,
             driver_capabilities: CAPPED_CAPABILITIES.map(str::to_owned).into(),

@@ -6,7 +6,7 @@ use std::path::Path;
 use kube::CustomResourceExt as _;
 use serde_json::Value;
 use tranche_api::names::API_VERSION;
-use tranche_api::share_config::{COMPUTE_FIELDS, ComputeMode, FIELDS, KIND};
+use tranche_api::share_config::{COMPUTE_FIELDS, ComputeMode, ComputePriority, FIELDS, KIND};
 use tranche_api::{SharingPolicy, Tier};
 
 fn fields<'a>(schema: &'a Value, tier: &str) -> &'a serde_json::Map<String, Value> {
@@ -48,13 +48,15 @@ fn the_admission_of_a_share_config_knows_what_the_plugin_knows() {
     let template = fs::read_to_string(path).unwrap();
     let list = |names: &[&str]| serde_json::to_string(names).unwrap().replace(',', ", ");
     let modes = ComputeMode::WORDS.map(|(name, _)| name);
-    let [mode] = COMPUTE_FIELDS;
+    let priorities = ComputePriority::WORDS.map(|(name, _)| name);
+    let [mode, priority] = COMPUTE_FIELDS;
     for expression in [
         format!("p.?apiVersion.orValue(\"\") == \"{API_VERSION}\""),
         format!("p.?kind.orValue(\"\") == \"{KIND}\""),
         format!("p.all(k, k in {})", list(&FIELDS)),
-        format!("c.all(k, k == \"{mode}\")"),
+        format!("c.all(k, k in {})", list(&COMPUTE_FIELDS)),
         format!("c.?{mode}.orValue(\"{}\") in {}", modes[0], list(&modes)),
+        format!("c.?{priority}.orValue(\"normal\") in {}", list(&priorities)),
     ] {
         assert!(template.contains(&expression), "there is no {expression}");
     }

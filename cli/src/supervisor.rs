@@ -221,6 +221,8 @@ fn specs(
         metadata: None,
         // No share of the command line is concurrent.
         mps: "/run/tranche/mps".to_owned(),
+        // None has a priority.
+        load: "/run/tranche/load".to_owned(),
         shares: shares.base().to_string_lossy().into_owned(),
         // No container runtime runs the hooks.
         hooks: libraries.to_string_lossy().into_owned(),

@@ -62,6 +62,8 @@ pub struct NodePaths {
     pub metadata: Option<String>,
     /// The MPS supervisor's folder, in it a folder per GPU or MIG device: `/run/tranche/mps`.
     pub mps: String,
+    /// A folder per GPU or MIG device with its load page: `/run/tranche/load`.
+    pub load: String,
     /// The root of the driver's device nodes: `/`, or the driver root if it has its own `dev`.
     pub dev_root: String,
 }

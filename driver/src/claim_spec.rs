@@ -7,7 +7,7 @@ use crate::cdi::{
     container_path, device_node, mps_path, read_only,
 };
 use crate::metadata;
-use crate::preparation::{Cap, PreparationPlan, PreparedDevice};
+use crate::preparation::{Cap, PreparationPlan, PreparedDevice, Priority};
 
 /// Bytes in the unit of the variable `CUDA_DEVICE_MEMORY_LIMIT_<n>`.
 const MIB: u64 = 1 << 20;
@@ -17,6 +17,7 @@ pub fn claim_spec(plan: &PreparationPlan, paths: &NodePaths) -> Result<Spec, Cdi
     absolute("the folder of shares", &paths.shares)?;
     absolute("the root of device nodes", &paths.dev_root)?;
     absolute("the folder of MPS daemons", &paths.mps)?;
+    absolute("the folder of load pages", &paths.load)?;
     let devices = plan
         .devices
         .iter()
@@ -51,9 +52,9 @@ fn edits(
     }
     for account in device.cap.accounts() {
         let (on_host, in_container) = page(account.file());
-        let options = ["rw", "nosuid", "nodev", "noexec"];
-        mounts.push(bind(on_host, in_container, &options));
+        mounts.push(bind(on_host, in_container, &WRITABLE));
     }
+    mounts.extend(load_mount(device, paths));
     if device.cap.is_mps() {
         mounts.extend(mps_mounts(device, paths));
     }
@@ -100,14 +101,25 @@ fn edits(
     })
 }
 
+const WRITABLE: [&str; 4] = ["rw", "nosuid", "nodev", "noexec"];
+
+/// The load page of the GPU, or of its partition: shares of high priority write it, those of low priority read it.
+fn load_mount(device: &PreparedDevice, paths: &NodePaths) -> Option<Mount> {
+    let on_host = format!("{}/{}/load", paths.load, device.uuid());
+    let in_container = format!("{}/{}/load", container_path::SHARES, device.key);
+    match device.cap.priority() {
+        Priority::Normal => None,
+        Priority::High => Some(bind(on_host, in_container, &WRITABLE)),
+        Priority::Low { .. } => Some(read_only(on_host, in_container)),
+    }
+}
+
 /// The sockets of the MPS daemon of the GPU, or of its partition, and the memory that its clients share with it.
 fn mps_mounts(device: &PreparedDevice, paths: &NodePaths) -> [Mount; 2] {
-    let mig = device.partition.as_ref().and_then(|it| it.mig.as_ref());
-    let served = mig.map_or(&device.gpu_uuid, |mig| &mig.uuid);
+    let served = device.uuid();
     let mount = |name: &str, at: &str| {
         let on_host = format!("{}/{served}/{name}", paths.mps);
-        let options = &["rw", "nosuid", "nodev", "noexec"];
-        bind(on_host, at.to_owned(), options)
+        bind(on_host, at.to_owned(), &WRITABLE)
     };
     [
         mount(mps_path::PIPES, container_path::MPS_PIPES),
@@ -155,6 +167,11 @@ fn environment(index: usize, device: &PreparedDevice) -> Vec<String> {
             memory / MIB
         ));
         env.push(format!("CUDA_DEVICE_SM_LIMIT={cores}"));
+    }
+    match device.cap.priority() {
+        Priority::Normal => {}
+        Priority::High => env.push(format!("{gpu}_PRIORITY=high")),
+        Priority::Low { .. } => env.push(format!("{gpu}_PRIORITY=low")),
     }
     if let Cap::Share {
         memory,

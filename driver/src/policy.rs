@@ -16,8 +16,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use tranche_api::gpu_node::{Gpu, PublishedCapped, PublishedGpu, PublishedTimeshared};
 use tranche_api::quantity::{CountError, Quantity};
 use tranche_api::sharing_policy::{
-    CAPPED_CAPABILITIES, DRIVER_CAPABILITIES, Interval, OnBypass, SharingPolicy, SharingPolicySpec,
-    UNACCOUNTED, UntestedDriver,
+    CAPPED_CAPABILITIES, DRIVER_CAPABILITIES, Interval, LOW_PRIORITY_FLOOR, OnBypass,
+    SharingPolicy, SharingPolicySpec, UNACCOUNTED, UntestedDriver,
 };
 use tranche_api::tier::Tier;
 
@@ -80,6 +80,8 @@ pub struct CappedTerms {
     pub cores_step: u8,
     /// Percent of a share that requests none, 1-100: a multiple of the step.
     pub default_cores: Option<u8>,
+    /// Percent of its cores that a share with low priority keeps while shares with high priority have work, 0-100.
+    pub low_priority_floor: u32,
     /// What happens to the tier under a driver with unknown functions.
     pub untested_driver: UntestedDriver,
     /// What the node does with a process that goes around its share's cap.
@@ -237,6 +239,7 @@ pub fn published(
         capped: PublishedCapped {
             on_bypass: terms.capped.on_bypass,
             unaccounted_memory: Some(Quantity::from_bytes(terms.capped.unaccounted_memory)),
+            low_priority_floor: Some(terms.capped.low_priority_floor),
             extra_driver_capabilities: terms
                 .capped
                 .extra_capabilities
@@ -315,6 +318,7 @@ impl Default for Terms {
                 default_memory: None,
                 cores_step: 1,
                 default_cores: None,
+                low_priority_floor: LOW_PRIORITY_FLOOR,
                 untested_driver: UntestedDriver::Taint,
                 on_bypass: OnBypass::Report,
                 unaccounted_memory: UNACCOUNTED,
@@ -386,6 +390,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
                     .default_cores
                     .map(|cores| default_cores(cores, cores_step))
                     .transpose()?,
+                low_priority_floor: low_priority_floor(capped.low_priority_floor)?,
                 untested_driver: capped.untested_driver,
                 on_bypass: capped.on_bypass,
                 unaccounted_memory: unaccounted_memory(capped.unaccounted_memory)?,
@@ -495,6 +500,17 @@ fn oversubscription(percent: u32) -> Result<Option<Oversubscription>, PolicyProb
             Oversubscription::NONE,
             Oversubscription::MOST
         ),
+    ))
+}
+
+fn low_priority_floor(percent: u32) -> Result<u32, PolicyProblem> {
+    if percent <= 100 {
+        return Ok(percent);
+    }
+    Err(out_of_range(
+        "spec.capped.lowPriorityFloor",
+        Quantity::from_count(percent.into()),
+        "0 to 100 percent",
     ))
 }
 

@@ -15,6 +15,7 @@
 //! GPU, and [`gpu_state`](crate::gpu_state) reconciles the GPU with that before the first step.
 
 mod conflict;
+mod priority;
 
 use std::collections::BTreeSet;
 
@@ -31,6 +32,7 @@ use crate::mig::{Geometry, GeometryError, Placement};
 use crate::oversubscription::Oversubscription;
 
 pub use conflict::Conflict;
+pub use priority::Priority;
 
 /// The version of the pages that a plan of this release makes, and of the shim that reads them. A release
 /// that changes the layout of the cap page or of the account page raises it.
@@ -155,6 +157,9 @@ pub enum Cap {
         cores: u8,
         /// Whether the time of idle neighbours may be used; not with MPS.
         mode: ComputeMode,
+        /// Whose launches come first; not with MPS.
+        #[serde(default, skip_serializing_if = "Priority::is_normal")]
+        priority: Priority,
         /// Bytes that one CUDA context takes; 0 if that is not known.
         context_memory: u64,
         /// Whether its processes are clients of the GPU's MPS daemon, which limits each of them, too.
@@ -164,6 +169,13 @@ pub enum Cap {
 }
 
 impl PreparedDevice {
+    /// The UUID that programs see: the MIG device's for a partition.
+    #[must_use]
+    pub fn uuid(&self) -> &str {
+        let mig = self.partition.as_ref().and_then(|it| it.mig.as_ref());
+        mig.map_or(&self.gpu_uuid, |mig| &mig.uuid)
+    }
+
     /// How much more memory the shares of its GPU have together than the GPU; `None` without oversubscription.
     #[must_use]
     pub fn oversubscription(&self) -> Option<Oversubscription> {
@@ -367,8 +379,7 @@ impl PreparationPlan {
     #[must_use]
     pub fn device_uuid(&self, key: &str) -> Option<&str> {
         let device = self.devices.iter().find(|device| device.key == key)?;
-        let mig = device.partition.as_ref().and_then(|it| it.mig.as_ref());
-        Some(mig.map_or(&device.gpu_uuid, |mig| &mig.uuid))
+        Some(device.uuid())
     }
 
     /// The GPUs whose state the claim changes, each once: it holds partitions of them, a share that needs their MPS
@@ -682,6 +693,7 @@ fn prepare(
                 resident: over.map(|over| over.part_on_gpu(*memory)),
                 cores: *cores,
                 mode: allocated.config.compute.mode,
+                priority: Priority::asked(allocated.config.compute.priority),
                 context_memory: *context_memory,
                 mps: false,
             },
@@ -698,6 +710,7 @@ fn prepare(
                 resident: None,
                 cores: *cores,
                 mode: ComputeMode::Strict,
+                priority: Priority::Normal,
                 context_memory: *context_memory,
                 mps: true,
             },

@@ -250,7 +250,7 @@ impl View for Listing {
             ],
         };
         if is_wide {
-            header.extend(["DEVICE", "MIG", "PCI", "SHARE"]);
+            header.extend(["PRIORITY", "DEVICE", "MIG", "PCI", "SHARE"]);
         }
         let mut table = Table::new(&header);
         for row in &self.items {
@@ -295,6 +295,7 @@ impl Row {
                     .or(self.free.as_ref().map(|it| it.gpu_uuid.as_str()))
                     .map(uuid),
             ),
+            "PRIORITY" => or_dash(device.and_then(|it| it.priority.as_deref())),
             "DEVICE" => or_dash(device.map(|it| it.device.as_str())),
             "MIG" => or_dash(device.and_then(|it| it.mig_uuid.as_deref())),
             "PCI" => or_dash(device.and_then(|it| it.pci_bus_id.as_deref())),

@@ -3,5 +3,6 @@
 pub mod context_sizes;
 pub mod driver_state;
 pub mod gpus;
+pub mod load_pages;
 pub mod mps;
 pub mod records;

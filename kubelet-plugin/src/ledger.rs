@@ -20,7 +20,9 @@ use tranche_api::sharing_policy::Interval;
 use tranche_driver::claim::Allocation;
 use tranche_driver::journal::ClaimRecord;
 use tranche_driver::moment::Moment;
-use tranche_driver::preparation::{HeldOfGpu, PAGES, PreparationPlan, held_of, wanted_time_slices};
+use tranche_driver::preparation::{
+    HeldOfGpu, PAGES, PreparationPlan, PreparedDevice, held_of, wanted_time_slices,
+};
 
 use self::claim_ref::pods_of;
 use self::journal::{Loaded, MayHold, StoreError};
@@ -215,6 +217,14 @@ impl Ledger {
     #[must_use]
     pub fn time_slices(&self, gpu_uuid: &str) -> BTreeSet<Interval> {
         wanted_time_slices(gpu_uuid, wanting(&self.claims()))
+    }
+
+    /// Whether a claim needs the load page that this device has.
+    #[must_use]
+    pub fn needs_load_page(&self, device: &PreparedDevice) -> bool {
+        let claims = self.claims();
+        let mut devices = wanting(&claims).flat_map(|plan| &plan.devices);
+        devices.any(|other| other.shares_load_page(device))
     }
 
     /// Marks a claim as being released: from here on it needs nothing of its GPUs.

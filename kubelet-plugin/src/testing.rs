@@ -34,6 +34,7 @@ use crate::cluster::claims::ClaimReader;
 use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverState, Ready, SpecFile};
 use crate::gpu::gpus::{Gpus, Hardware};
+use crate::gpu::load_pages::LoadPages;
 use crate::gpu::records::GpuRecords;
 use crate::host::fs::{Fs, HostFs};
 use crate::host::install::{Installation, shims, testing::lay_out_image};
@@ -359,6 +360,7 @@ impl World {
         let gate = Gate::default();
         let gpus = Arc::new(Gpus::new(
             GpuRecords::open(Arc::clone(&fs), self.layout.gpus())?,
+            LoadPages::open(Arc::clone(&fs), self.layout.load(), Arc::clone(&ledger))?,
             Arc::clone(&ledger),
             Hardware {
                 nvml: Box::new(self.driver_for(Arc::clone(&fs))),
@@ -481,6 +483,7 @@ impl World {
             self.layout.gpus(),
             self.layout.shares.clone(),
             self.layout.metadata(),
+            self.layout.load(),
             self.layout.cdi.clone(),
         ] {
             collect(&folder, &mut traces);
@@ -605,6 +608,18 @@ pub fn capped(request: &str, minor: u32, memory: &str, cores: u32) -> Given {
             }),
         )),
     }
+}
+
+/// A claim whose shares have a priority.
+pub fn with_priority(mut claim: serde_json::Value, priority: &str) -> serde_json::Value {
+    let parameters = serde_json::json!({
+        "apiVersion": "gpu.tranche.dev/v1alpha1", "kind": "ShareConfig", "compute": {"priority": priority},
+    });
+    let config = serde_json::json!({
+        "source": "FromClaim", "opaque": {"driver": "gpu.tranche.dev", "parameters": parameters},
+    });
+    claim["status"]["allocation"]["devices"]["config"] = serde_json::json!([config]);
+    claim
 }
 
 /// A share of a GPU whose shares together have `percent` of its memory.

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::OFlags;
 use tranche_api::share_config::ComputeMode;
-use tranche_driver::preparation::{Cap, PAGES};
+use tranche_driver::preparation::{self, Cap, PAGES};
 use tranche_shim_core::{
     AccountPage, AccountSnapshot, CapPage, ComputePolicy, PageError, Priority, cap, layout,
 };
@@ -38,6 +38,7 @@ pub fn cap_page(
             mode,
             context_memory,
             mps,
+            priority: _,
         } => {
             let policy = match mode {
                 ComputeMode::Strict => ComputePolicy::Strict,
@@ -49,6 +50,11 @@ pub fn cap_page(
     };
     // MPS divides the GPU's threads, not its time.
     let (cores, mps_threads) = if mps { (None, cores) } else { (cores, None) };
+    let priority = match cap.priority() {
+        preparation::Priority::Normal => Priority::Normal,
+        preparation::Priority::High => Priority::High,
+        preparation::Priority::Low { floor } => Priority::Low { floor },
+    };
     let page = CapPage {
         gpu_uuid,
         memory_limit: memory,
@@ -57,7 +63,7 @@ pub fn cap_page(
         cores,
         mps_threads,
         compute_policy: policy,
-        priority: Priority::Normal,
+        priority,
         claim_uid: uid,
         device_key: key,
     };

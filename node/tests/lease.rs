@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use tranche_api::share_config::ComputeMode;
-use tranche_driver::preparation::Cap;
+use tranche_driver::preparation::{Cap, Priority};
 use tranche_node::page::{AccountFile, cap_page, read_cap};
 use tranche_node::sampler::Sampler;
 use tranche_node::sweep::{Sweeper, reclaim};
@@ -74,6 +74,7 @@ fn a_lease_on_a_page_is_an_error_at_once_and_passes() {
             resident: None,
             cores: 25,
             mode: ComputeMode::Strict,
+            priority: Priority::Normal,
             context_memory: 0,
             mps: false,
         };

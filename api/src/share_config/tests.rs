@@ -21,11 +21,15 @@ fn fields_left_out_are_open_and_resolve_to_the_defaults() {
         json!({}),
         json!({"compute": {}}),
         json!({"compute": null}),
-        json!({"compute": {"mode": null}}),
+        json!({"compute": {"mode": null, "priority": null}}),
     ] {
         let parameters = decode(&config(&fields)).unwrap();
         assert_eq!(parameters, Parameters::default());
-        assert_eq!(parameters.resolve().compute.mode, ComputeMode::Strict);
+        let Compute { mode, priority } = parameters.resolve().compute;
+        assert_eq!(
+            (mode, priority),
+            (ComputeMode::Strict, ComputePriority::Normal)
+        );
     }
 }
 
@@ -39,9 +43,29 @@ fn a_mode_is_read() {
 }
 
 #[test]
-fn a_mode_has_one_name_in_parameters_and_journals() {
+fn a_priority_is_read() {
+    for (name, priority) in ComputePriority::WORDS {
+        let parameters = decode(&config(&json!({"compute": {"priority": name}}))).unwrap();
+        assert_eq!(parameters.resolve().compute.priority, priority);
+    }
+}
+
+/// A journal of a release without priorities is read, and one without a priority is read by such a release.
+#[test]
+fn a_normal_priority_is_not_written() {
+    let written = serde_json::to_value(Compute::default()).unwrap();
+    assert_eq!(written, json!({"mode": "strict"}));
+    let read: Compute = serde_json::from_value(written).unwrap();
+    assert_eq!(read, Compute::default());
+}
+
+#[test]
+fn a_word_has_one_name_in_parameters_and_journals() {
     for (name, mode) in ComputeMode::WORDS {
         assert_eq!(serde_json::to_value(mode).unwrap(), json!(name));
+    }
+    for (name, priority) in ComputePriority::WORDS {
+        assert_eq!(serde_json::to_value(priority).unwrap(), json!(name));
     }
 }
 
@@ -69,7 +93,7 @@ fn what_is_wrong_is_refused_with_its_path_and_the_way_out() {
         ),
         (
             config(&json!({"compute": {"mdoe": "strict"}})),
-            "compute.mdoe is unknown: the fields here are mode",
+            "compute.mdoe is unknown: the fields here are mode, priority",
         ),
         (
             config(&json!({"compute": "strict"})),
@@ -83,6 +107,14 @@ fn what_is_wrong_is_refused_with_its_path_and_the_way_out() {
             config(&json!({"compute": {"mode": "Strict"}})),
             r#"compute.mode is "Strict", must be one of strict, workConserving"#,
         ),
+        (
+            config(&json!({"compute": {"priority": 1}})),
+            "compute.priority is a number, must be a string",
+        ),
+        (
+            config(&json!({"compute": {"priority": "urgent"}})),
+            r#"compute.priority is "urgent", must be one of high, normal, low"#,
+        ),
     ] {
         assert_eq!(decode(&parameters), Err(expected.to_owned()));
     }
@@ -90,7 +122,10 @@ fn what_is_wrong_is_refused_with_its_path_and_the_way_out() {
 
 #[test]
 fn the_later_parameters_win_field_by_field() {
-    let of = |mode| Parameters { compute_mode: mode };
+    let of = |mode| Parameters {
+        compute_mode: mode,
+        ..Parameters::default()
+    };
     let (strict, conserving) = (
         of(Some(ComputeMode::Strict)),
         of(Some(ComputeMode::WorkConserving)),
@@ -98,6 +133,17 @@ fn the_later_parameters_win_field_by_field() {
     assert_eq!(conserving.overlaid_by(strict), strict);
     assert_eq!(conserving.overlaid_by(Parameters::default()), conserving);
     assert_eq!(of(None).overlaid_by(conserving), conserving);
+    let low = Parameters {
+        compute_priority: Some(ComputePriority::Low),
+        ..Parameters::default()
+    };
+    let both = conserving.overlaid_by(low);
+    assert_eq!(both.compute_mode, conserving.compute_mode);
+    assert_eq!(both.compute_priority, low.compute_priority);
+    assert_eq!(
+        both.overlaid_by(strict).compute_priority,
+        low.compute_priority
+    );
 }
 
 #[test]
@@ -116,7 +162,7 @@ fn a_config_concerns_the_requests_it_names() {
 fn any_json() -> impl Strategy<Value = Value> {
     // Names that exist are frequent, so that the walk gets below the first level.
     let name = prop_oneof![
-        3 => prop::sample::select(vec!["apiVersion", "kind", "compute", "mode"]).prop_map(str::to_owned),
+        3 => prop::sample::select(vec!["apiVersion", "kind", "compute", "mode", "priority"]).prop_map(str::to_owned),
         1 => ".*",
     ];
     let leaf = prop_oneof![
@@ -129,7 +175,9 @@ fn any_json() -> impl Strategy<Value = Value> {
             "gpu.tranche.dev/v1alpha1",
             "ShareConfig",
             "strict",
-            "workConserving"
+            "workConserving",
+            "high",
+            "low"
         ])
         .prop_map(Value::from),
     ];

@@ -18,6 +18,7 @@ fn paths() -> NodePaths {
         hooks: "/var/lib/tranche".to_owned(),
         metadata: Some("/run/tranche/metadata".to_owned()),
         mps: "/run/tranche/mps".to_owned(),
+        load: "/run/tranche/load".to_owned(),
         dev_root: "/".to_owned(),
     }
 }

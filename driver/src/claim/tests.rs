@@ -276,7 +276,7 @@ fn bad_parameters_are_refused_by_position_source_and_path() {
             &[plain("gpu-00000000")],
             &[good.clone(), foreign.clone(), typo]
         )),
-        "claim team-a/train: status.allocation.devices.config[2] (FromClaim): opaque.parameters: compute.mdoe is unknown: the fields here are mode"
+        "claim team-a/train: status.allocation.devices.config[2] (FromClaim): opaque.parameters: compute.mdoe is unknown: the fields here are mode, priority"
     );
     let strange = config("FromNowhere", &[], &json!({}));
     assert_eq!(

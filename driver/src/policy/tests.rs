@@ -187,7 +187,7 @@ fn terms_are_exact_numbers() {
             "capped": {
                 "maxSharers": 10, "expectedSharers": 0, "contextMemory": 0, "memoryOversubscription": 250,
                 "memoryStep": "1.5Gi", "defaultMemory": "3Gi", "coresStep": 25, "defaultCores": 100,
-                "untestedDriver": "Allow", "onBypass": "Kill", "unaccountedMemory": "64Mi",
+                "lowPriorityFloor": 0, "untestedDriver": "Allow", "onBypass": "Kill", "unaccountedMemory": "64Mi",
             },
             "concurrent": {"maxSharers": 48},
             "partition": {"profiles": ["3g.40gb", "1g.10gb+me"]},
@@ -208,6 +208,7 @@ fn terms_are_exact_numbers() {
                 default_memory: Some(3 << 30),
                 cores_step: 25,
                 default_cores: Some(100),
+                low_priority_floor: 0,
                 untested_driver: UntestedDriver::Allow,
                 on_bypass: OnBypass::Kill,
                 unaccounted_memory: 64 << 20,
@@ -356,6 +357,14 @@ fn policies_that_do_not_add_up_are_refused_by_field() {
     ] {
         assert_eq!(refusal(&spec), format!("SharingPolicy p: {expected}"));
     }
+}
+
+#[test]
+fn the_floor_of_low_priority_is_a_percentage() {
+    assert_eq!(
+        refusal(&json!({"capped": {"lowPriorityFloor": 101}})),
+        "SharingPolicy p: spec.capped.lowPriorityFloor is 101, must be 0 to 100 percent"
+    );
 }
 
 #[test]

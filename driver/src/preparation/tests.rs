@@ -1,4 +1,5 @@
 mod oversubscribed;
+mod priority;
 mod shared_partition;
 
 use proptest::prelude::*;
@@ -54,6 +55,7 @@ fn a_share_gets_pages_and_then_its_spec() {
         resident: None,
         cores: 25,
         mode: ComputeMode::Strict,
+        priority: Priority::Normal,
         context_memory: 512 << 20,
         mps: false,
     };
@@ -120,6 +122,7 @@ fn a_concurrent_share_has_its_caps_by_mps_and_the_shim() {
         resident: None,
         cores: 25,
         mode: ComputeMode::Strict,
+        priority: Priority::Normal,
         context_memory: 512 << 20,
         mps: true,
     };

@@ -103,6 +103,9 @@ pub struct ClaimDevice {
     /// Percent: the limit of a share, or 100 for a device that is allocated as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cores: Option<u64>,
+    /// `high` or `low`, for a share whose claim asks for it, once its node prepared it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub priority: Option<String>,
     /// Whether its node prepared it.
     pub is_ready: bool,
     /// Whether it only observes (admin access).
@@ -281,6 +284,7 @@ impl ClaimDevice {
             cores: share(capacity::CORES)
                 .or_else(|| whole(capacity::CORES))
                 .or_else(|| data_cores().filter(|_| is_sized)),
+            priority: told("priority"),
             is_ready: status.is_some_and(is_ready),
             is_admin: result.admin_access == Some(true),
         })

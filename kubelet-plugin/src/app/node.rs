@@ -35,6 +35,7 @@ use crate::cluster::status::StatusWriter;
 use crate::gpu::context_sizes::Contexts;
 use crate::gpu::driver_state::{DriverState, Observer, SpecFile};
 use crate::gpu::gpus::{Gpus, Hardware, OPEN_PATIENCE};
+use crate::gpu::load_pages::LoadPages;
 use crate::gpu::records::GpuRecords;
 use crate::host::fs::Fs;
 use crate::host::install::{self, Installation};
@@ -171,6 +172,11 @@ impl Node {
         let ledger = Arc::new(recover(&*self.fs, &self.layout, &executor)?);
         let gpus = Arc::new(Gpus::new(
             GpuRecords::open(Arc::clone(&self.fs), self.layout.gpus())?,
+            LoadPages::open(
+                Arc::clone(&self.fs),
+                self.layout.load(),
+                Arc::clone(&ledger),
+            )?,
             Arc::clone(&ledger),
             self.hardware(),
             self.driver.clone(),

@@ -203,6 +203,7 @@ impl Executor {
         if prepared.pages == PAGES {
             self.mount_pages(prepared)?;
         }
+        gpus.load_pages().make(prepared)?;
         for step in &prepared.steps {
             self.step(prepared, step, dev_root)?;
         }
@@ -223,6 +224,8 @@ impl Executor {
             .filter_map(|undo| self.undo_step(uid, undo).err())
             .collect();
         failed.extend(self.remove_folder(uid).err().map(StepError::from));
+        let load_pages = gpus.load_pages().release(plan);
+        failed.extend(load_pages.err().map(StepError::from));
         failed.extend(gpus.release(plan).err().map(StepError::from));
         if failed.is_empty() {
             let removed = self.journal.remove(uid);

@@ -253,6 +253,7 @@ impl Preparer {
                 refuse_unknown_policy(&plan, &policy)?;
                 Ok(plan
                     .with_time_slices(|gpu| policy.interval(gpu))
+                    .with_floors(|gpu| policy.low_priority_floor(gpu))
                     .with_capabilities(|gpu| policy.capabilities(gpu)))
             });
             match booked.inspect_err(|problem| self.suspect(problem))? {

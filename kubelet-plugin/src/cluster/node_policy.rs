@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use tranche_api::gpu_node::{Published, PublishedCapped, PublishedGpu};
-use tranche_api::sharing_policy::{Interval, UNACCOUNTED};
+use tranche_api::sharing_policy::{Interval, LOW_PRIORITY_FLOOR, UNACCOUNTED};
 use tranche_driver::cdi::Capability;
 use tranche_driver::policy::LEAST_UNACCOUNTED;
 
@@ -58,6 +58,13 @@ impl NodePolicy {
         asked.unwrap_or(UNACCOUNTED).max(LEAST_UNACCOUNTED)
     }
 
+    /// What a share of low priority of a GPU keeps, in percent of its cores.
+    #[must_use]
+    pub fn low_priority_floor(&self, gpu_uuid: &str) -> u32 {
+        let floor = self.capped(gpu_uuid).low_priority_floor;
+        floor.unwrap_or(LOW_PRIORITY_FLOOR)
+    }
+
     /// The length of time slices that is asked for timeshared shares of a GPU.
     #[must_use]
     pub fn interval(&self, gpu_uuid: &str) -> Interval {
@@ -82,7 +89,7 @@ mod tests {
         let policy = published(json!({
             "epoch": 1, "poolGeneration": 1,
             "gpus": [
-                {"uuid": "kill", "policy": "p", "capped": {"onBypass": "Kill", "unaccountedMemory": "1Gi"}},
+                {"uuid": "kill", "policy": "p", "capped": {"onBypass": "Kill", "unaccountedMemory": "1Gi", "lowPriorityFloor": 0}},
                 {"uuid": "report", "capped": {"onBypass": "Report", "unaccountedMemory": "1Mi"},
                     "timeshared": {"interval": "Long"}},
                 {"uuid": "newer", "capped": {
@@ -105,6 +112,14 @@ mod tests {
         assert_eq!(policy.unaccounted_memory("report"), LEAST_UNACCOUNTED);
         for uuid in ["newer", "empty", "bare", "not listed"] {
             assert_eq!(policy.unaccounted_memory(uuid), UNACCOUNTED, "{uuid}");
+        }
+        assert_eq!(policy.low_priority_floor("kill"), 0);
+        for uuid in ["report", "newer", "empty", "bare", "not listed"] {
+            assert_eq!(
+                policy.low_priority_floor(uuid),
+                LOW_PRIORITY_FLOOR,
+                "{uuid}"
+            );
         }
         for uuid in ["kill", "newer", "bare", "not listed"] {
             assert_eq!(policy.interval(uuid), Interval::Default, "{uuid}");

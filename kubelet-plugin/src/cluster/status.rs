@@ -21,7 +21,7 @@ use tracing::{debug, warn};
 use tranche_api::Quantity;
 use tranche_api::names::DRIVER;
 use tranche_driver::journal::ClaimRecord;
-use tranche_driver::preparation::{Cap, PreparedDevice};
+use tranche_driver::preparation::{Cap, PreparedDevice, Priority};
 use tranche_serving::Clock;
 
 use crate::FIELD_MANAGER;
@@ -169,6 +169,14 @@ fn entry(device: &PreparedDevice, now: jiff::Timestamp) -> Value {
     if let Cap::Share { memory, cores, .. } = device.cap {
         data["memory"] = json!(Quantity::from_bytes(memory));
         data["cores"] = json!(cores);
+    }
+    match device.cap.priority() {
+        Priority::Normal => {}
+        Priority::High => data["priority"] = json!("high"),
+        Priority::Low { floor } => {
+            data["priority"] = json!("low");
+            data["lowPriorityFloor"] = json!(floor);
+        }
     }
     if let Some(over) = device.oversubscription() {
         data["memoryOversubscription"] = json!(over.percent());

@@ -41,6 +41,7 @@ use tranche_node::vfio::{Groups, ReconcileError};
 pub use vfio::OPEN_PATIENCE;
 
 use crate::gpu::driver_state::DriverState;
+use crate::gpu::load_pages::LoadPages;
 use crate::gpu::mps::{Daemons, MpsError};
 use crate::gpu::records::{GpuRecords, RecordError};
 use crate::ledger::Ledger;
@@ -103,6 +104,7 @@ pub struct Hardware {
 #[derive(Debug)]
 pub struct Gpus {
     records: GpuRecords,
+    load_pages: LoadPages,
     ledger: Arc<Ledger>,
     hardware: Hardware,
     state: watch::Receiver<DriverState>,
@@ -130,18 +132,25 @@ impl Gpus {
     #[must_use]
     pub fn new(
         records: GpuRecords,
+        load_pages: LoadPages,
         ledger: Arc<Ledger>,
         hardware: Hardware,
         state: watch::Receiver<DriverState>,
     ) -> Self {
         Self {
             records,
+            load_pages,
             ledger,
             hardware,
             state,
             locks: Arc::default(),
             left_over: Notify::new(),
         }
+    }
+
+    #[must_use]
+    pub fn load_pages(&self) -> &LoadPages {
+        &self.load_pages
     }
 
     /// What Tranche has changed, by GPU.

@@ -110,6 +110,12 @@ impl Layout {
         self.shares.with_file_name("mps")
     }
 
+    /// The load pages of GPUs and MIG devices: a folder for each.
+    #[must_use]
+    pub fn load(&self) -> PathBuf {
+        self.shares.with_file_name("load")
+    }
+
     /// The lock of the one active instance on this node.
     #[must_use]
     pub fn lock(&self) -> PathBuf {
@@ -160,6 +166,7 @@ impl Layout {
             hooks: text(&self.hooks),
             metadata: Some(text(&self.metadata())),
             mps: text(&self.mps()),
+            load: text(&self.load()),
             dev_root: text(dev_root),
         }
     }

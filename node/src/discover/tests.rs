@@ -246,6 +246,7 @@ fn every_known_layout_is_found_and_its_containers_find_libcuda() {
         let paths = NodePaths {
             metadata: None,
             mps: "/run/tranche/mps".into(),
+            load: "/run/tranche/load".into(),
             shares: "/run/tranche/shares".into(),
             hooks: "/var/lib/tranche".into(),
             dev_root: "/".into(),

@@ -39,6 +39,7 @@ const WORDS: &[&str] = &[
     "expectedSharers",
     "contextMemory",
     "memoryOversubscription",
+    "lowPriorityFloor",
     "memoryStep",
     "defaultMemory",
     "coresStep",
@@ -100,7 +101,7 @@ fn valid() -> Value {
             "indices": [0, 3],
             "tiers": ["capped", "concurrent", "partition", "timeshared", "exclusive"],
             "capped": {
-                "maxSharers": 10, "expectedSharers": 4, "contextMemory": "512Mi", "memoryOversubscription": 150, "memoryStep": "256Mi",
+                "maxSharers": 10, "expectedSharers": 4, "contextMemory": "512Mi", "memoryOversubscription": 150, "lowPriorityFloor": 25, "memoryStep": "256Mi",
                 "defaultMemory": "8Gi", "coresStep": 5, "defaultCores": 10, "untestedDriver": "Allow", "onBypass": "Kill",
                 "unaccountedMemory": "512Mi",
                 "driverCapabilities": ["compute", "utility", "video"],

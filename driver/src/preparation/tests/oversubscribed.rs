@@ -16,6 +16,7 @@ fn a_share_has_a_part_of_the_gpu_and_an_account_of_it() {
         resident: Some(40 << 30),
         cores: 10,
         mode: ComputeMode::Strict,
+        priority: Priority::Normal,
         context_memory: 512 << 20,
         mps: false,
     };

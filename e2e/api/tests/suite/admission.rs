@@ -16,13 +16,18 @@ fn parameters(rest: &Value) -> Value {
 }
 
 /// Invalid parameters, and what the error message must name.
-fn wrong() -> [(&'static str, Value, &'static str); 3] {
+fn wrong() -> [(&'static str, Value, &'static str); 4] {
     [
         ("field", json!({"compute": {"mod": "strict"}}), "compute"),
         (
             "value",
             json!({"compute": {"mode": "generous"}}),
             "compute.mode",
+        ),
+        (
+            "priority",
+            json!({"compute": {"priority": "urgent"}}),
+            "compute.priority",
         ),
         ("other", json!({"memory": "2Gi"}), "memory"),
     ]
@@ -42,7 +47,7 @@ fn a_wrong_share_config_is_refused_when_it_is_written() -> anyhow::Result<()> {
         namespace
             .claim(
                 "right",
-                &parameters(&json!({"compute": {"mode": "workConserving"}})),
+                &parameters(&json!({"compute": {"mode": "workConserving", "priority": "high"}})),
             )
             .await?;
         Ok(())

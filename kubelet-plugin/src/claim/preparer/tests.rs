@@ -18,7 +18,9 @@ use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverError, DriverState};
 use crate::host::fs::testing::{Fault, FaultyFs};
 use crate::testing::api::Mood;
-use crate::testing::{KubeletList, Plugin, World, capped, claim, claim_ref, oversubscribed, whole};
+use crate::testing::{
+    KubeletList, Plugin, World, capped, claim, claim_ref, oversubscribed, whole, with_priority,
+};
 use tranche_node::nvml::NvmlError;
 
 /// The names of the held claims.
@@ -875,13 +877,11 @@ async fn a_silent_api_server_costs_ten_seconds_and_one_request() {
 }
 
 fn shares() -> serde_json::Value {
-    claim(
-        "a",
-        &[
-            capped("x", 0, "20Gi", 25),
-            oversubscribed("y", 1, 200, "10Gi", 10),
-        ],
-    )
+    let shares = [
+        capped("x", 0, "20Gi", 25),
+        oversubscribed("y", 1, 200, "10Gi", 10),
+    ];
+    with_priority(claim("a", &shares), "high")
 }
 
 /// A claim's files without an error.
