@@ -81,7 +81,7 @@ impl Node {
     pub async fn claim_files(&self) -> anyhow::Result<Vec<String>> {
         let found = self
             .shell(&format!(
-                "find {PLUGIN_DIR}/claims /run/tranche/shares /run/tranche/metadata /var/run/cdi -mindepth 1 \
+                "find {PLUGIN_DIR}/claims /run/tranche/shares /run/tranche/load /run/tranche/metadata /var/run/cdi -mindepth 1 \
                  ! -name gpu.tranche.dev-driver.json 2>/dev/null || true"
             ))
             .await?;
@@ -93,7 +93,7 @@ impl Node {
         self.shell(&format!(
             "nvidia-smi --query-gpu=uuid,mig.mode.current,compute_mode,persistence_mode --format=csv,noheader
             nvidia-smi -L | grep MIG- || true
-            find {PLUGIN_DIR}/claims {PLUGIN_DIR}/gpus /run/tranche/shares /run/tranche/metadata /var/run/cdi -mindepth 1 2>/dev/null || true
+            find {PLUGIN_DIR}/claims {PLUGIN_DIR}/gpus /run/tranche/shares /run/tranche/load /run/tranche/metadata /var/run/cdi -mindepth 1 2>/dev/null || true
             find {LIBRARIES}/ -maxdepth 1 -name 'libcuda*' -o -maxdepth 1 -name 'libnvidia-ml*' | sort
             findmnt --raw --noheadings --output TARGET | grep '^/run/tranche/' || true
             md5sum {MACHINE}"

@@ -461,3 +461,30 @@ fn example_15_oversubscribed() -> anyhow::Result<()> {
         Ok(())
     })
 }
+
+#[test]
+fn example_16_priority() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.adopt("example-priority");
+        apply(case, "16-priority").await?;
+        let mut gpus = Vec::new();
+        for (name, priority, word) in [
+            ("service", "high", "p99"),
+            ("batch", "low", "of the GPU's time"),
+        ] {
+            let pod = namespace.handle(name);
+            pod.started().await?;
+            let data = pod.device_data().await?;
+            ensure!(data["priority"] == priority, "{data}");
+            gpus.push(data["gpuUUID"].clone());
+            wait::for_answer("the pod's log", wait::USUAL, async || {
+                let log = pod.logs().await?;
+                ensure!(log.contains(word), "{log}");
+                Ok(Some(()))
+            })
+            .await?;
+        }
+        ensure!(gpus[0] == gpus[1], "{gpus:?}");
+        Ok(())
+    })
+}

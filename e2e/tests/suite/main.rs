@@ -24,6 +24,7 @@ mod partition;
 mod passthrough;
 mod plugin;
 mod pods;
+mod priority;
 mod prometheus;
 mod published;
 mod refused;

@@ -17,6 +17,7 @@ mod info;
 mod kernel;
 mod pattern;
 mod report;
+mod serve;
 mod spin;
 
 use std::process::ExitCode;
@@ -46,6 +47,8 @@ enum Command {
     Copy(copy::Copy),
     /// Keeps the GPU busy, and prints how busy it was
     Spin(spin::Spin),
+    /// Does a request now and then, and prints how long requests took
+    Serve(serve::Serve),
     /// Runs a kernel that writes to memory which is not allocated
     Fault(fault::Fault),
 }
@@ -59,6 +62,7 @@ fn main() -> ExitCode {
         Command::Hold(hold) => hold.run(report),
         Command::Copy(copy) => copy.run(report),
         Command::Spin(spin) => spin.run(report),
+        Command::Serve(serve) => serve.run(report),
         Command::Fault(fault) => fault.run(report),
     };
     match done {
