@@ -315,8 +315,12 @@ fn set_charged_limit(
     let contexts = &process.contexts;
     let context = current_context();
     let key = key(Kind::Limit, context as u64 | u64::from(which) << 48);
-    let begun = contexts.limits.begin();
-    let former = process.pointers.get(key).map_or(0, |entry| entry.bytes);
+    // In one step, so that no call that ends in between gives back what this one relies on.
+    let (begun, former) = contexts.noting.with(|_| {
+        let begun = contexts.limits.begin();
+        (begun, process.pointers.get(key))
+    });
+    let former = former.map_or(0, |entry| entry.bytes);
     let missing = bytes.saturating_sub(former);
     let reserved = match Reserved::new(process, device, missing, missing) {
         Ok(reserved) => reserved,

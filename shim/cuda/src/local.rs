@@ -181,8 +181,11 @@ pub fn set_stack_limit(
     driver: Call<'_>,
 ) -> CUresult {
     let (context, limit) = (current_context(), bytes_for(device, each));
-    let begun = process.contexts.limits.begin();
-    let (stack, local) = charged(process, context);
+    // In one step, so that no call that ends in between gives back what this one relies on.
+    let (begun, (stack, local)) = process.fitting.charges.with(|()| {
+        let begun = process.contexts.limits.begin();
+        (begun, charged(process, context))
+    });
     let missing = limit.saturating_sub(stack + local);
     let reserved = match Reserved::new(process, device, missing, missing) {
         Ok(reserved) => reserved,
