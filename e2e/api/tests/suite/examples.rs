@@ -47,7 +47,7 @@ const fn labelled(label: &'static str, example: Example) -> Example {
     }
 }
 
-const EXAMPLES: [Example; 15] = [
+const EXAMPLES: [Example; 16] = [
     example("01-exclusive", &["example-exclusive"], &["exclusive"], 1),
     example(
         "02-capped-share",
@@ -128,6 +128,12 @@ const EXAMPLES: [Example; 15] = [
             &["oversubscribed 60Gi", "oversubscribed 60Gi"],
             1,
         ),
+    ),
+    example(
+        "16-priority",
+        &["example-priority"],
+        &["capped 20Gi", "capped 20Gi"],
+        1,
     ),
 ];
 
