@@ -236,29 +236,6 @@ impl<const N: usize, const M: usize> Costs<N, M> {
     /// Records that a launch took `nanos` between two events. The price may rise only if `may_rise`. Returns how much more
     /// (or less) the launches of the shape with a provisional price should have paid.
     pub fn note(&self, shape: &Shape, nanos: u64, may_rise: bool) -> i64 {
-        self.learn(shape, nanos, may_rise)
-    }
-
-    /// Records that a series of launches took `nanos` between two events. Returns the same as [`note`](Self::note).
-    pub fn note_series(&self, series: &LaunchSeries, nanos: u64, may_rise: bool) -> i64 {
-        self.overhead.note(series.launches, series.prices, nanos);
-        match &series.shape {
-            Some(shape) if series.launches >= FEWEST => {
-                let alone = self.overhead.with(nanos / series.launches);
-                self.learn(shape, alone, may_rise)
-            }
-            _ => 0,
-        }
-    }
-
-    /// Whether it is known how much events add to a measurement.
-    #[must_use]
-    pub fn knows_overhead(&self) -> bool {
-        self.overhead.is_known()
-    }
-
-    /// `nanos`: what a launch takes alone between two events.
-    fn learn(&self, shape: &Shape, nanos: u64, may_rise: bool) -> i64 {
         let net = self.overhead.without(nanos);
         self.kernels.learn(shape.kernel, shape.work, net, may_rise);
         let known = self.find_or_make(shape);
@@ -271,6 +248,24 @@ impl<const N: usize, const M: usize> Costs<N, M> {
             .unwrap_or(i64::MAX)
             .saturating_sub(i64::try_from(paid).unwrap_or(i64::MAX))
             .saturating_add(self.kernels.settle(shape.kernel))
+    }
+
+    /// Records that a series of launches took `nanos` between two events. Returns the same as [`note`](Self::note).
+    pub fn note_series(&self, series: &LaunchSeries, nanos: u64, may_rise: bool) -> i64 {
+        self.overhead.note(series.launches, series.prices, nanos);
+        match &series.shape {
+            Some(shape) if series.launches >= FEWEST => {
+                let alone = self.overhead.with(nanos / series.launches);
+                self.note(shape, alone, may_rise)
+            }
+            _ => 0,
+        }
+    }
+
+    /// Whether it is known how much events add to a measurement.
+    #[must_use]
+    pub fn knows_overhead(&self) -> bool {
+        self.overhead.is_known()
     }
 
     /// Makes a graph's price provisional because the graph was updated; it is assumed to take as

@@ -8,7 +8,6 @@
 //! What is queued on the GPU cannot be taken back. So a low share never has more queued, by its prices, than
 //! [`QUEUE_NANOS`], a batch and one launch, also while no high share has work: a request may come at any time.
 
-use super::batch::BATCH_NANOS;
 use super::{BURST_NANOS, WAIT_NANOS, WHOLE, part};
 use crate::cap::Priority;
 use crate::load::MOST_AHEAD_NANOS;
@@ -166,17 +165,17 @@ fn extend(end: &AtomicU64, now: u64, nanos: u64, most: u64) -> u64 {
     }
 }
 
-/// The most that a low share has queued on the GPU when it launches nothing longer than a batch.
-pub const MOST_QUEUED_NANOS: u64 = QUEUE_NANOS + BATCH_NANOS;
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
-    use super::{LINGER_NANOS, MOST_QUEUED_NANOS, QUEUE_NANOS, Queue, Spent, Work};
+    use super::{LINGER_NANOS, QUEUE_NANOS, Queue, Spent, Work};
     use crate::compute::batch::BATCH_NANOS;
     use crate::compute::{BURST_NANOS, PERCENT, WAIT_NANOS, part};
     use crate::load::{MOST_AHEAD_NANOS, busy_until};
+
+    /// The most that a low share has queued on the GPU when it launches nothing longer than a batch.
+    const MOST_QUEUED_NANOS: u64 = QUEUE_NANOS + BATCH_NANOS;
 
     const MILLI: u64 = 1_000_000;
     const SECOND: u64 = 1000 * MILLI;
