@@ -279,7 +279,11 @@ CUresult cuMemAddressFree(uint64_t at, size_t bytes) { reserved = 0; return OK; 
 // Sizes that can be mapped are multiples of this.
 static size_t map_step = 2 << 20;
 void odd_map_step(size_t bytes) { map_step = bytes; }
+// How often the driver was asked to map.
+static int maps;
+int odd_maps(int unused) { return maps; }
 CUresult cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) {
+    maps++;
     if (fail_next) { CUresult code = fail_next; fail_next = OK; return code; }
     if (at == RANGE && reserved && bytes > reserved) return INVALID_VALUE;
     return bytes > foreign || bytes % map_step ? INVALID_VALUE : OK;

@@ -142,6 +142,8 @@ struct Allocation {
     device: u8,
     /// Whether a token exists by which it can be imported.
     has_token: bool,
+    /// Whether its size is not known: it is charged what its uses have shown so far.
+    is_unsized: bool,
 }
 
 impl Allocation {
@@ -233,6 +235,35 @@ impl<const N: usize, const FEW: usize> Physical<N, FEW> {
         };
         self.allocations.put(id.number(), allocation)?;
         Ok(id)
+    }
+
+    /// Notes that the size of a handle's memory is not known.
+    pub fn set_unsized(&mut self, handle: u64) {
+        if let Some(id) = self.id_of(handle)
+            && let Some(allocation) = self.allocations.get_mut(id.number())
+        {
+            allocation.is_unsized = true;
+        }
+    }
+
+    /// What is charged for an allocation whose size is not known, and which of the process's devices; `None` for any other.
+    #[must_use]
+    pub fn unsized_charge(&self, id: Id) -> Option<Freed> {
+        let found = self.allocations.get(id.number())?;
+        found.is_unsized.then_some(Freed {
+            bytes: found.bytes,
+            device: found.device,
+        })
+    }
+
+    /// A use has shown that an allocation has at least so many bytes: raises its charge to that, and returns by how much.
+    pub fn show_bytes(&mut self, id: Id, bytes: u64) -> u64 {
+        let Some(found) = self.allocations.get_mut(id.number()) else {
+            return 0;
+        };
+        let more = bytes.saturating_sub(found.bytes);
+        found.bytes += more;
+        more
     }
 
     /// Sets the charge of an allocation.

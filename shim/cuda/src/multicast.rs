@@ -10,7 +10,7 @@ use crate::abi::{CUdevice, CUdeviceptr, CUmemGenericAllocationHandle as Handle, 
 use crate::dma_buf::hold_at;
 use crate::driver::Call;
 use crate::process;
-use crate::vmm::{place_of, with};
+use crate::vmm::{is_unsized, place_of, with};
 
 /// A new object.
 pub fn create(handle: *const Handle, driver: Call<'_>) -> CUresult {
@@ -30,11 +30,14 @@ pub fn create(handle: *const Handle, driver: Call<'_>) -> CUresult {
     )
 }
 
-/// Binds memory to an object, at an offset.
+/// Binds memory to an object, at an offset. A binding does not show how much memory it keeps.
 pub fn bind(object: Handle, offset: usize, memory: Handle, driver: Call<'_>) -> CUresult {
     let Some(process) = process::joined() else {
         return driver.make();
     };
+    if is_unsized(process, memory) {
+        return CUresult::NOT_SUPPORTED;
+    }
     let held = process.physical.with(|physical| physical.hold(memory));
     bind_held((object, offset), held, driver)
 }

@@ -3,7 +3,8 @@
 //!
 //! Memory that another process exported is charged to this process as well while it holds it: the exporter may end
 //! first, and the memory exists until its last holder has released it. The driver does not return the size of a handle's
-//! memory, so the memory is mapped to find it out.
+//! memory, so parts of it are mapped to find it out. If the driver maps only whole allocations, the import is charged a
+//! block, and what it lacks before the program's first mapping.
 
 use core::cell::Cell;
 
@@ -95,15 +96,52 @@ pub fn release(handle: Handle, driver: Call<'_>) -> CUresult {
     )
 }
 
-/// Maps memory at an address.
+/// Whether the size of a handle's memory is not known.
+#[inline(never)]
+pub fn is_unsized(process: &Process, handle: Handle) -> bool {
+    process.physical.with(|physical| {
+        let id = physical.id_of(handle);
+        id.is_some_and(|id| physical.unsized_charge(id).is_some())
+    })
+}
+
+/// Maps memory at an address. If the size of the memory is not known, the mapping shows that it has at least so many bytes:
+/// what it is charged less is reserved before the driver is called, and charged when it has agreed.
 pub fn map(address: CUdeviceptr, bytes: usize, handle: Handle, driver: Call<'_>) -> CUresult {
+    let Some(process) = process::joined() else {
+        return driver.make();
+    };
+    let bytes = bytes as u64;
+    let (held, charge) = process.physical.with(|physical| {
+        let held = physical.hold(handle);
+        (held, held.and_then(|held| physical.unsized_charge(held)))
+    });
+    let mut reserved = None;
+    if let Some(charge) = charge
+        && let Some(device) = process.device_numbered(charge.device)
+    {
+        let missing = bytes.saturating_sub(charge.bytes);
+        match Reserved::new(process, device, missing, missing) {
+            Ok(missing) => reserved = Some(missing),
+            Err(code) => {
+                if let Some(held) = held {
+                    let_go(process, held);
+                }
+                return code;
+            }
+        }
+    }
     with(
         driver,
-        |physical| physical.hold(handle),
-        |physical, held, done, freed| match held {
+        |_| (),
+        |physical, (), done, freed| match held {
             // If there is no room to note it, the memory stays held until the process ends.
             Some(held) if done => {
-                let _ = physical.bind(address, held, bytes as u64, 0, freed);
+                if let Some(reserved) = &mut reserved {
+                    // Another mapping may have shown it meanwhile; then the rest is given back.
+                    reserved.bytes -= physical.show_bytes(held, bytes).min(reserved.bytes);
+                }
+                let _ = physical.bind(address, held, bytes, 0, freed);
             }
             Some(held) => physical.let_go(held, freed),
             // Memory that is not noted here.
@@ -237,10 +275,16 @@ fn charge_imported(process: &'static Process, handle: Handle) -> CUresult {
         // It was imported before under the same handle.
         return CUresult::SUCCESS;
     }
-    let bytes = size_of_imported(process, device, handle);
+    let size = size_of_imported(process, device, handle);
+    let bytes = size.unwrap_or(device.block);
     match Reserved::new(process, device, bytes, bytes) {
         Ok(reserved) => {
             reserved.import(handle, 0);
+            if size.is_none() {
+                process
+                    .physical
+                    .with(|physical| physical.set_unsized(handle));
+            }
             CUresult::SUCCESS
         }
         Err(code) => {
@@ -267,53 +311,49 @@ fn device_of(process: &'static Process, handle: Handle) -> Option<&'static Devic
     process.device(properties.location.device()?)
 }
 
-/// The size of another process's memory: the most that can be mapped of it. If that cannot be found out, or if it is more
-/// than the device's shares may hold, a size that is more than that.
+/// The size of another process's memory: the most that can be mapped of it. If that is more than the device's shares may
+/// hold, or cannot be found out, a size that is more than that. `None` if the driver maps no part of it: then only the
+/// program's own mapping shows the size.
 ///
 /// It is found out before the program has the handle, because the handle alone keeps the memory when its exporter has freed
-/// it. A driver may map parts of an allocation, or only the whole: then the smallest size that it maps is the whole, and no
-/// multiple of it can be mapped.
-fn size_of_imported(process: &Process, device: &Device, handle: Handle) -> u64 {
-    let too_much = (process.limit(device, Residence::Gpu) | (device.block - 1)) + 1;
-    // Also for a multiple of the smallest size that is more than that.
-    let reserved = 2 * too_much;
+/// it.
+fn size_of_imported(process: &Process, device: &Device, handle: Handle) -> Option<u64> {
+    let block = device.block;
+    let too_much = (process.limit(device, Residence::Gpu) | (block - 1)) + 1;
     let mut range = 0;
     // SAFETY: writes the local number.
     let result = unsafe {
         real!(cuMemAddressReserve: fn(*mut CUdeviceptr, u64, usize, CUdeviceptr, u64))(
             &raw mut range,
-            reserved,
+            too_much,
             0,
             0,
             0,
         )
     };
     if !result.is_ok() {
-        return too_much;
+        return Some(too_much);
     }
     let find = || {
-        let mut smallest = device.block;
-        while smallest < too_much && !can_map(range, smallest, handle)? {
-            smallest += device.block;
-        }
-        // Multiples of it that can be mapped, and that cannot.
-        let (mut most, mut too_many) = (1, too_much / smallest + 2);
+        // Blocks that can be mapped, and that cannot.
+        let (mut most, mut too_many) = (1, too_much / block + 1);
         while too_many - most > 1 {
             let middle = u64::midpoint(most, too_many);
-            if can_map(range, middle * smallest, handle)? {
+            if can_map(range, middle * block, handle)? {
                 most = middle;
             } else {
                 too_many = middle;
             }
         }
-        Some(most * smallest)
+        Some(most * block)
     };
-    let found = find();
+    let maps_parts = can_map(range, block, handle) == Some(true);
+    let found = maps_parts.then(|| find().unwrap_or(too_much));
     // SAFETY: our own range, in which nothing is mapped.
     unsafe {
-        real!(cuMemAddressFree: fn(CUdeviceptr, u64))(range, reserved);
+        real!(cuMemAddressFree: fn(CUdeviceptr, u64))(range, too_much);
     }
-    found.unwrap_or(too_much)
+    found
 }
 
 /// Whether so many bytes of a handle's memory can be mapped; `None` for an error that says nothing about the size. The range
@@ -364,6 +404,14 @@ pub fn map_tiles(list: *const CUarrayMapInfo, count: u32, driver: Call<'_>) -> C
     // SAFETY: not null, and the driver reads so many next.
     let list = unsafe { core::slice::from_raw_parts(list, count as usize) };
     let is_map = |tile: &&CUarrayMapInfo| tile.operation == CUarrayMapInfo::MAP;
+    // Tiles do not show how much memory they keep.
+    let is_unsized = |process| {
+        let mut tiles = list.iter().filter(is_map);
+        tiles.any(|tile| is_unsized(process, tile.memory))
+    };
+    if process::joined().is_some_and(is_unsized) {
+        return CUresult::NOT_SUPPORTED;
+    }
     let Ok(scratch) = sys::map_private(size_of_val(list)) else {
         return CUresult::OUT_OF_MEMORY;
     };

@@ -14,6 +14,7 @@ pub const CAP: u64 = 20 << 30;
 /// The driver takes memory in blocks of so many bytes.
 pub const BLOCK: u64 = 2 << 20;
 const OUT_OF_MEMORY: i64 = 2;
+const NOT_SUPPORTED: i64 = 801;
 
 /// A container with 20 GiB on the first GPU, and one GPU.
 pub fn one_gpu() -> (World, Share) {
@@ -281,61 +282,127 @@ fn an_import_is_charged_for_as_long_as_it_is_held() {
     assert_eq!(share.used(), 0);
 }
 
-/// The driver does not return the size of what it imports. It is found out whichever sizes the driver maps: all multiples of
-/// a block, or of a larger size, or the whole alone.
+/// The driver does not return the size of what it imports. It is found out where the driver maps parts of an allocation, with
+/// a bounded number of calls.
 #[test]
 fn the_size_of_an_import_is_found_out() {
     let (world, share) = one_gpu();
     let mut probe = ready(&world, 1);
     let import = "cuMemImportFromShareableHandle &0 7 1";
     let most = CAP / BLOCK;
-    for (blocks, step, fits) in [
-        (1, 1, true),
-        (2, 1, true),
-        (8, 1, true),
-        (most - 1, 1, true),
-        (most, 1, true),
-        (8, 4, true),
-        (12, 4, true),
-        (3, 3, true),
-        (1000, 1000, true),
-        (most, most / 2, true),
-        (most, most, true),
+    for (blocks, fits) in [
+        (1, true),
+        (2, true),
+        (8, true),
+        (12, true),
+        (1001, true),
+        (most - 1, true),
+        (most, true),
         // More than the share may hold.
-        (most + 1, 1, false),
-        (100 * most, 1, false),
-        (most + 4, 4, false),
-        (2 * most - 2, most - 1, false),
-        (most + 1, most + 1, false),
-        // Nothing can be mapped.
-        (3, 4, false),
+        (most + 1, false),
+        (2 * most - 2, false),
+        (100 * most, false),
     ] {
         probe.ask(&format!("steer foreign {}", blocks * BLOCK));
-        probe.ask(&format!("steer map_step {}", step * BLOCK));
+        let before = maps(&mut probe);
         let code = probe.call(import);
+        let calls = maps(&mut probe) - before;
+        assert!(calls <= 20, "{calls} calls for {blocks} blocks");
         let handle = probe.must("words 0 1").number(0);
         if fits {
-            assert_eq!(
-                (code, share.used()),
-                (0, blocks * BLOCK),
-                "{blocks} by {step}"
-            );
+            assert_eq!((code, share.used()), (0, blocks * BLOCK), "{blocks}");
             assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
         } else {
-            assert_eq!(code, OUT_OF_MEMORY, "{blocks} by {step}");
+            assert_eq!(code, OUT_OF_MEMORY, "{blocks}");
         }
         assert_eq!(share.used(), 0);
     }
-    // An error that says nothing about the size.
-    probe.ask(&format!("steer foreign {}", 8 * BLOCK));
-    probe.ask(&format!("steer map_step {BLOCK}"));
-    for code in [OUT_OF_MEMORY, 800] {
-        probe.ask(&format!("steer fail_next {code}"));
-        assert_eq!(probe.call(import), OUT_OF_MEMORY, "{code}");
+}
+
+/// How often the driver was asked to map.
+fn maps(probe: &mut Probe) -> i64 {
+    probe.ask("steer maps 0").code
+}
+
+/// Where the driver maps only whole allocations, or the attempt to map a part fails for another reason, an import is charged
+/// a block, and the rest before the program's first mapping.
+#[test]
+fn an_import_of_unknown_size_is_charged_when_it_is_mapped() {
+    let (world, share) = one_gpu();
+    let mut probe = ready(&world, 1);
+    let import = |probe: &mut Probe, blocks: u64| {
+        probe.ask(&format!("steer foreign {}", blocks * BLOCK));
+        probe.ask(&format!("steer map_step {}", blocks * BLOCK));
+        let before = maps(probe);
+        let handle = probe.get("cuMemImportFromShareableHandle &0 7 1");
+        assert_eq!(maps(probe) - before, 1);
+        handle
+    };
+    let map =
+        |at: u64, blocks: u64, handle| format!("cuMemMap {at} {} 0 {handle} 0", blocks * BLOCK);
+    let most = CAP / BLOCK;
+    for blocks in [2, 3, 1000, most - 1, most] {
+        let handle = import(&mut probe, blocks);
+        assert_eq!(share.used(), BLOCK);
+        // The driver refuses.
+        assert_eq!(probe.call(&map(4096, blocks - 1, handle)), 1);
+        assert_eq!(share.used(), BLOCK);
+        for at in [4096, CAP] {
+            assert_eq!(probe.call(&map(at, blocks, handle)), 0);
+            assert_eq!(share.used(), blocks * BLOCK, "mapped twice, and there once");
+        }
+        assert_eq!(
+            probe.call(&format!("cuMemUnmap 4096 {}", blocks * BLOCK)),
+            0
+        );
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+        assert_eq!(share.used(), blocks * BLOCK);
+        assert_eq!(
+            probe.call(&format!("cuMemUnmap {CAP} {}", blocks * BLOCK)),
+            0
+        );
         assert_eq!(share.used(), 0);
     }
-    probe.get(import);
-    assert_eq!(share.used(), 8 * BLOCK);
+    // More than the share may hold, or has left.
+    let taken = probe.must(&format!("alloc {}", 8 * BLOCK)).number(0);
+    for blocks in [most - 7, most + 1, 100 * most] {
+        let handle = import(&mut probe, blocks);
+        let before = maps(&mut probe);
+        assert_eq!(probe.call(&map(4096, blocks, handle)), OUT_OF_MEMORY);
+        assert_eq!(maps(&mut probe), before, "before the driver");
+        assert_eq!(share.used(), 9 * BLOCK);
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+        assert_eq!(share.used(), 8 * BLOCK);
+    }
+    probe.must(&format!("free {taken}"));
+    // It never is mapped.
+    let handle = import(&mut probe, 1000);
+    // Nor by a tile or a multicast object, which do not show its size.
+    probe.must(&format!("set 16 64 64 0 {} 64", 0x20u64 | 1 << 32));
+    let array = probe.get("cuArray3DCreate_v2 &0 &16");
+    probe.must(&format!("set 32 0 {array} 0 0 0 0 0 1 {handle} 0 1 0"));
+    assert_eq!(probe.call("cuMemMapArrayAsync &32 1 0"), NOT_SUPPORTED);
+    let object = probe.get("cuMulticastCreate &0 &16");
+    let bind = format!(
+        "cuMulticastBindMem {object} 0 {handle} {BLOCK} {} 0",
+        2 * BLOCK
+    );
+    assert_eq!(probe.call(&bind), NOT_SUPPORTED);
+    assert_eq!(share.used(), BLOCK);
+    assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+    assert_eq!(share.used(), 0);
+    // An error that says nothing about the size.
+    for code in [OUT_OF_MEMORY, 800] {
+        probe.ask(&format!("steer foreign {}", 8 * BLOCK));
+        probe.ask(&format!("steer map_step {BLOCK}"));
+        probe.ask(&format!("steer fail_next {code}"));
+        let handle = probe.get("cuMemImportFromShareableHandle &0 7 1");
+        assert_eq!(probe.call(&map(4096, 8, handle)), 0);
+        assert_eq!(share.used(), 8 * BLOCK);
+        assert_eq!(probe.call(&format!("cuMemUnmap 4096 {}", 8 * BLOCK)), 0);
+        assert_eq!(probe.call(&format!("cuMemRelease {handle}")), 0);
+        assert_eq!(share.used(), 0);
+    }
 }
 
 /// Imports into a context, and mappings to its sparse arrays, end with it.

@@ -367,7 +367,7 @@ fn import(probe: &mut Probe, exporter: &Probe, file: u64) -> Result<u64, i64> {
     }
 }
 
-/// Imports are charged their size, whether the driver maps parts of an allocation or only the whole.
+/// Imports are charged their size: at once if the driver maps parts of an allocation, otherwise when they are mapped.
 #[test]
 fn what_another_process_exported_is_imported_and_charged() {
     for machine in Machine::ALL {
@@ -386,9 +386,14 @@ fn what_another_process_exported_is_imported_and_charged() {
             let file = export(&mut exporter, handle);
             let probe = &mut case.probe;
             let imported = import(probe, &exporter, file).unwrap();
-            assert_eq!(case.share.used(), 2 * bytes + contexts, "{machine:?}");
+            let at_once = match machine {
+                Machine::Simple => bytes,
+                Machine::Realistic => BLOCK,
+            };
+            assert_eq!(case.share.used(), bytes + at_once + contexts);
             let at = reserve(probe, bytes);
             map(probe, at, bytes, imported);
+            assert_eq!(case.share.used(), 2 * bytes + contexts, "{machine:?}");
             let read = format!("cuMemcpyDtoH_v2 &8 {} 8", at + bytes - 8);
             assert_eq!(probe.call(&read), DONE);
             assert_eq!(probe.must("words 8 1").number(0), 0x5a5a_5a5a_5a5a_5a5a);
@@ -414,7 +419,7 @@ fn what_another_process_exported_is_imported_and_charged() {
     }
 }
 
-/// If the share has no room for an import, it is refused, and nothing is charged or kept of it.
+/// If the share has no room for an import, it is refused, or its mapping, and nothing is charged or kept of it.
 #[test]
 fn an_import_beyond_the_cap_is_refused() {
     for machine in Machine::ALL {
@@ -428,10 +433,20 @@ fn an_import_beyond_the_cap_is_refused() {
         let rest = rest.number(0);
         let charged = case.share.used();
         for blocks in [9, 1000, CAP / BLOCK, CAP / BLOCK + 1, CAP / BLOCK + 100] {
-            let handle = create(&mut exporter, blocks * BLOCK);
+            let bytes = blocks * BLOCK;
+            let handle = create(&mut exporter, bytes);
             let file = export(&mut exporter, handle);
             let result = import(&mut case.probe, &exporter, file);
-            assert_eq!(result, Err(OUT_OF_MEMORY), "{blocks} {machine:?}");
+            if machine == Machine::Simple {
+                assert_eq!(result, Err(OUT_OF_MEMORY), "{blocks} {machine:?}");
+            } else {
+                let imported = result.unwrap();
+                let at = reserve(&mut case.probe, bytes);
+                let map = format!("cuMemMap {at} {bytes} 0 {imported} 0");
+                assert_eq!(case.probe.call(&map), OUT_OF_MEMORY, "{blocks}");
+                let release = format!("cuMemRelease {imported}");
+                assert_eq!(case.probe.call(&release), DONE);
+            }
             assert_eq!(case.share.used(), charged);
             // It exists as long as its exporter keeps it.
             assert_eq!(exporter.call(&format!("cuMemRelease {handle}")), DONE);
@@ -440,7 +455,9 @@ fn an_import_beyond_the_cap_is_refused() {
         }
         let handle = create(&mut exporter, 8 * BLOCK);
         let file = export(&mut exporter, handle);
-        import(&mut case.probe, &exporter, file).unwrap();
+        let imported = import(&mut case.probe, &exporter, file).unwrap();
+        let at = reserve(&mut case.probe, 8 * BLOCK);
+        map(&mut case.probe, at, 8 * BLOCK, imported);
         assert_eq!(case.share.used(), CAP + case.context);
         case.probe.must(&format!("free {rest}"));
         // What a killed process has imported is given back.

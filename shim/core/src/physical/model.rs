@@ -26,7 +26,12 @@ struct Object {
     bytes: u64,
     /// Which memory of another process it is.
     foreign: Option<u64>,
+    /// Whether it was mapped.
+    is_shown: bool,
 }
+
+/// The memory of another process whose size is not known before it is mapped.
+const UNSIZED: u64 = 2;
 
 impl Driver {
     fn is_live(&self, object: usize) -> bool {
@@ -37,7 +42,15 @@ impl Driver {
 
     fn held(&self) -> u64 {
         let live = (0..self.objects.len()).filter(|object| self.is_live(*object));
-        live.map(|object| self.objects[object].bytes).sum()
+        let known = |object: usize| match self.objects[object] {
+            Object {
+                foreign: Some(UNSIZED),
+                is_shown: false,
+                ..
+            } => MIB,
+            Object { bytes, .. } => bytes,
+        };
+        live.map(known).sum()
     }
 
     /// Hands out an object's handle, for a further use or for the first.
@@ -55,7 +68,11 @@ impl Driver {
     }
 
     fn make(&mut self, bytes: u64, foreign: Option<u64>) -> u64 {
-        self.objects.push(Object { bytes, foreign });
+        self.objects.push(Object {
+            bytes,
+            foreign,
+            is_shown: false,
+        });
         self.give_out(self.objects.len() - 1)
     }
 
@@ -101,6 +118,8 @@ enum Call {
         handle: u64,
         place: u64,
         held: Id,
+        /// The memory's bytes, and how many of them are reserved, if that was not known.
+        shown: Option<(u64, u64)>,
         done: bool,
     },
     Unmap {
@@ -118,6 +137,15 @@ enum Call {
         held: Id,
         byte: Option<u64>,
     },
+}
+
+/// What is charged for another process's memory when it is imported.
+fn charged_at_import(which: u64) -> u64 {
+    if which == UNSIZED {
+        MIB
+    } else {
+        (which + 1) * MIB
+    }
 }
 
 /// A program with some threads, its driver, and its list of physical memory.
@@ -156,7 +184,7 @@ impl World {
                 }
             }
             1 if self.owned.len() < 16 => Call::Import {
-                which: choice % 2,
+                which: choice % 3,
                 handle: None,
             },
             2 => {
@@ -175,10 +203,16 @@ impl World {
                     return None;
                 };
                 let held = self.memory.hold(handle).expect("noted");
+                let shown = self.memory.unsized_charge(held).map(|charge| {
+                    let bytes = (UNSIZED + 1) * MIB;
+                    (bytes, bytes - charge.bytes)
+                });
+                self.charged += shown.map_or(0, |(_, reserved)| reserved);
                 Call::Map {
                     handle,
                     place,
                     held,
+                    shown,
                     done: false,
                 }
             }
@@ -254,14 +288,17 @@ impl World {
                 handle,
                 place,
                 held,
+                shown,
                 ..
             } => {
                 let (object, _) = self.driver.handles[&handle];
                 self.driver.places.insert(place, object);
+                self.driver.objects[object].is_shown = true;
                 Call::Map {
                     handle,
                     place,
                     held,
+                    shown,
                     done: true,
                 }
             }
@@ -304,12 +341,15 @@ impl World {
                 self.owned.push(handle);
             }
             Call::Import { which, handle } => {
-                let (bytes, (handle, is_known)) = ((which + 1) * MIB, handle.unwrap());
+                let (bytes, (handle, is_known)) = (charged_at_import(which), handle.unwrap());
                 let noted = self.note(|memory, freed| memory.import((handle, 0), bytes, 3, freed));
                 if noted.unwrap() == Imported::New {
                     self.charged += bytes;
                     // If the memory was known, it is charged twice until its earlier uses have ended.
                     self.is_doubtful |= is_known;
+                    if which == UNSIZED {
+                        self.memory.set_unsized(handle);
+                    }
                 }
                 self.owned.push(handle);
             }
@@ -320,8 +360,12 @@ impl World {
                 handle,
                 place,
                 held,
+                shown,
                 ..
             } => {
+                if let Some((bytes, reserved)) = shown {
+                    self.charged -= reserved - self.memory.show_bytes(held, bytes);
+                }
                 self.note(|memory, freed| memory.bind(place, held, 1, 0, freed))
                     .unwrap();
                 self.owned.push(handle);
@@ -384,7 +428,7 @@ proptest! {
         // An import is charged when its size is known.
         let arriving = |threads: &[Option<Call>; 4]| -> u64 {
             let bytes = |call: &Option<Call>| match call {
-                Some(Call::Import { which, handle: Some(_) }) => (which + 1) * MIB,
+                Some(Call::Import { which, handle: Some(_) }) => charged_at_import(*which),
                 _ => 0,
             };
             threads.iter().map(bytes).sum()

@@ -416,3 +416,28 @@ fn memory_with_another_name_outlives_its_handle() {
     assert_eq!(release(&mut memory, 7), 4 * MIB);
     assert_eq!(memory.allocations.len(), 0);
 }
+
+/// Memory whose size is not known is charged what its uses show.
+#[test]
+fn uses_show_a_size_that_was_not_known() {
+    let mut memory = fresh();
+    create(&mut memory, 6, MIB);
+    let other = memory.id_of(6).unwrap();
+    assert_eq!(memory.unsized_charge(other), None);
+    create(&mut memory, 7, MIB);
+    memory.set_unsized(7);
+    let id = memory.id_of(7).unwrap();
+    let of = |bytes| Some(Freed { bytes, device: 3 });
+    assert_eq!(memory.unsized_charge(id), of(MIB));
+    for (shown, more, charged) in [(4, 3, 4), (2, 0, 4), (4, 0, 4), (9, 5, 9)] {
+        assert_eq!(memory.show_bytes(id, shown * MIB), more * MIB);
+        assert_eq!(memory.unsized_charge(id), of(charged * MIB));
+    }
+    assert_eq!(bind(&mut memory, 0x1000, 7), 0);
+    assert_eq!(release(&mut memory, 7), 0);
+    let unbound = freed(&mut memory, |memory, freed| {
+        memory.unbind(0x1000, freed);
+    });
+    assert_eq!(unbound, 9 * MIB);
+    assert_eq!(memory.show_bytes(id, MIB), 0, "it is gone");
+}
