@@ -10,89 +10,9 @@ use crate::device::{Device, Residence};
 use crate::driver::Call;
 use crate::driver_pools::State;
 use crate::ends::Charges;
-use crate::exports;
 use crate::keys::{self, Kind};
 use crate::process::{self, Process};
 use crate::settle;
-
-impl Process {
-    /// Reserves `most` bytes on a capped device, or what is left of its caps if that is at least
-    /// `least`; returns how much.
-    #[inline]
-    pub fn reserve(
-        &self,
-        device: &Device,
-        residence: Residence,
-        least: u64,
-        most: u64,
-    ) -> Result<u64, CUresult> {
-        if let Some(only) = self.only_share(device) {
-            if only.take_spare(residence, most) {
-                return Ok(most);
-            }
-            if let Some(granted) = only.reserve(residence, least, most) {
-                return Ok(granted);
-            }
-        }
-        self.reserve_slowly(device, residence, least, most)
-    }
-
-    /// Reserves from several shares, or from one that is full.
-    #[inline(never)]
-    fn reserve_slowly(
-        &self,
-        device: &Device,
-        residence: Residence,
-        least: u64,
-        most: u64,
-    ) -> Result<u64, CUresult> {
-        if least > self.limit(device, residence) {
-            return Err(self.refuse(device));
-        }
-        let granted = self
-            .reserve_what_is_free(device, residence, least, most)
-            .or_else(|| self.reserve_by_trimming(device, residence, least, most));
-        granted.ok_or_else(|| self.refuse(device))
-    }
-
-    /// Reserves what is left of the caps. If that is not enough, first reclaims what dead processes left, waits for
-    /// stream-ordered frees, and gives back what closed descriptors kept.
-    pub fn reserve_what_is_free(
-        &self,
-        device: &Device,
-        residence: Residence,
-        least: u64,
-        most: u64,
-    ) -> Option<u64> {
-        let reserve = || self.reserve_in_parts(device, residence, least, most);
-        // Each step may have made room, or another process that did the same meanwhile.
-        reserve()
-            .or_else(|| self.reclaim(device).then(reserve)?)
-            .or_else(|| settle::wait_for_frees(self).then(reserve)?)
-            .or_else(|| exports::settle_all(self).then(reserve)?)
-    }
-
-    /// The same after this process's pools were trimmed.
-    pub fn reserve_by_trimming(
-        &self,
-        device: &Device,
-        residence: Residence,
-        least: u64,
-        most: u64,
-    ) -> Option<u64> {
-        let missing = most.saturating_sub(self.free(device, residence));
-        let reserve = || self.reserve_in_parts(device, residence, least, most);
-        settle::trim(self, device, missing).then(reserve)?
-    }
-
-    /// Notes that the cap refused an allocation.
-    pub fn refuse(&self, device: &Device) -> CUresult {
-        if let Some(share) = self.shares(device).next() {
-            share.note_refusal();
-        }
-        CUresult::OUT_OF_MEMORY
-    }
-}
 
 /// Bytes of a device that are charged to this process but not in use yet. Dropping it gives them back.
 pub struct Reserved {

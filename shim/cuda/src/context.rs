@@ -14,7 +14,7 @@ use tranche_shim_core::{Entry, Physical};
 use crate::abi::{CUcontext, CUdevice, CUresult};
 use crate::array;
 use crate::charge::{Reserved, note, return_charge};
-use crate::contexts::{Ending, Endings, has_primary};
+use crate::contexts::{Ending, Endings, has_primary, primary_handle, primary_key};
 use crate::device::Device;
 use crate::driver::{Call, real};
 use crate::keys::{Kind, key};
@@ -35,7 +35,9 @@ pub fn make(context: *mut CUcontext, handle: CUdevice, driver: Call<'_>) -> CUre
         return driver.make();
     };
     process.fitting.add_context(device);
+    let _ = process.contexts.changing.begin();
     let result = make_charged(context, handle, driver);
+    process.contexts.changing.leave();
     if !result.is_ok() {
         process.fitting.end_context(device);
     }
@@ -73,7 +75,7 @@ fn reserve(device: CUdevice) -> Result<Option<Reserved>, CUresult> {
 }
 
 /// A call that retains a device's primary context, and creates it if there is none. The handle is null if the driver does
-/// not return it.
+/// not return it, because it makes a green context.
 pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_>) -> CUresult {
     let process = match process::current() {
         Ok(process) => process,
@@ -83,8 +85,11 @@ pub fn retain_primary(context: *mut CUcontext, handle: CUdevice, driver: Call<'_
         // The driver returns the error.
         return driver.make();
     };
+    if context.is_null() {
+        process.contexts.add_green();
+    }
     process.fitting.add_primary(device);
-    let primary = key(Kind::Primary, device_key(handle));
+    let primary = primary_key(handle);
     let is_charged = process.contexts.noting.with(|_| {
         let _ = process.contexts.primary(device).begin();
         process.pointers.get(primary).is_some()
@@ -124,7 +129,7 @@ const ASKS: usize = 16;
 /// gives the context's charges back. `context` is the handle, if it is known.
 fn leave_primary(process: &'static Process, device: &Device, context: Option<CUcontext>) {
     let calls = process.contexts.primary(device);
-    let primary = key(Kind::Primary, device_key(device.handle));
+    let primary = primary_key(device.handle);
     for _ in 0..ASKS {
         let seen = calls.observe();
         let is_gone = !has_primary(device.handle);
@@ -171,6 +176,7 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
         return driver.make();
     };
     let number = key(Kind::Context, context as u64);
+    let _ = process.contexts.changing.begin();
     let ending = begin_end(process);
     let taken = process.pointers.take(number);
     let unmeasured = process.launches.measuring.leave(&[context]);
@@ -189,6 +195,7 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
             note(process, number, entry);
         }
     }
+    process.contexts.changing.leave();
     if result.is_ok() {
         settle::settle_all(process);
     }
@@ -372,30 +379,12 @@ fn forget(process: &'static Process, context: u64, ending: Ending) {
     process.note_physical(|physical, freed| physical.end_context(context, mark, freed));
 }
 
-/// A key for a device's handle, which may be 0.
-fn device_key(device: CUdevice) -> u64 {
-    u64::from(device.unsigned_abs()) + 1
-}
-
-/// The primary context's handle, if there is one: from the program's call, or by retaining it once more, which the driver
-/// may refuse after a fault.
+/// The primary context's handle, if there is one: from the program's call, or from the driver.
 fn primary(process: &Process, device: CUdevice) -> Option<CUcontext> {
-    if !has_primary(device) {
-        return None;
+    let noted = process.pointers.get(primary_key(device));
+    match noted.filter(|noted| noted.context != 0) {
+        Some(noted) if has_primary(device) => usize::try_from(unstamped(noted.context)).ok(),
+        Some(_) => None,
+        None => primary_handle(device),
     }
-    let noted = process.pointers.get(key(Kind::Primary, device_key(device)));
-    if let Some(noted) = noted.filter(|noted| noted.context != 0) {
-        return usize::try_from(unstamped(noted.context)).ok();
-    }
-    let mut context = 0;
-    // SAFETY: writes to the local handle; the reference is given back at once.
-    let result = unsafe {
-        let result =
-            real!(cuDevicePrimaryCtxRetain: fn(*mut CUcontext, CUdevice))(&raw mut context, device);
-        if result.is_ok() {
-            real!(cuDevicePrimaryCtxRelease_v2: fn(CUdevice))(device);
-        }
-        result
-    };
-    result.is_ok().then_some(context)
 }

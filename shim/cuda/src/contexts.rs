@@ -1,6 +1,6 @@
 //! Calls in progress that create, end or change contexts. Such calls must know of each other.
 
-use core::sync::atomic::{AtomicU64, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use tranche_shim_core::Underway;
 use tranche_shim_core::paths::MAX_SHARES;
@@ -11,6 +11,7 @@ use tranche_shim_runtime::lock::Guarded;
 use crate::abi::{CUcontext, CUdevice};
 use crate::device::Device;
 use crate::driver::real;
+use crate::keys::{Kind, key};
 use crate::stream::current_context;
 
 /// A process's contexts. All zeros means none.
@@ -19,10 +20,14 @@ pub struct Contexts {
     pub noting: Guarded<Endings>,
     /// Calls that set a limit.
     pub limits: Underway,
+    /// Calls that create or end other contexts than primary ones.
+    pub changing: Underway,
     /// For each device, the calls that may create or end its primary context.
     primaries: [Underway; MAX_SHARES],
     /// How many calls so far may have ended contexts.
     ended: AtomicU64,
+    /// Whether a call has made green contexts. They have handles, and no memory that is known.
+    has_green: AtomicBool,
 }
 
 /// An instant before a context ended.
@@ -61,6 +66,16 @@ impl Contexts {
         &self.primaries[usize::from(device.number) % MAX_SHARES]
     }
 
+    /// Notes that a call may make green contexts.
+    pub fn add_green(&self) {
+        self.has_green.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether there may be green contexts.
+    pub fn has_green(&self) -> bool {
+        self.has_green.load(Ordering::Relaxed)
+    }
+
     /// Must be called before a call that may end contexts. Allocations in these contexts are stamped with the returned
     /// number or less; allocations in later contexts with the same handles are stamped with more.
     pub fn begin_end(&self) -> u64 {
@@ -81,6 +96,30 @@ impl Contexts {
     pub fn current(&self) -> u64 {
         self.stamp(current_context())
     }
+}
+
+/// The key under which a device's primary context is noted. A device's handle may be 0.
+pub fn primary_key(device: CUdevice) -> u64 {
+    key(Kind::Primary, u64::from(device.unsigned_abs()) + 1)
+}
+
+/// The handle of a device's primary context, if there is one, by retaining it once more, which the driver may refuse after a
+/// fault.
+pub fn primary_handle(device: CUdevice) -> Option<CUcontext> {
+    if !has_primary(device) {
+        return None;
+    }
+    let mut context = 0;
+    // SAFETY: writes to the local handle; the reference is given back at once.
+    let result = unsafe {
+        let result =
+            real!(cuDevicePrimaryCtxRetain: fn(*mut CUcontext, CUdevice))(&raw mut context, device);
+        if result.is_ok() {
+            real!(cuDevicePrimaryCtxRelease_v2: fn(CUdevice))(device);
+        }
+        result
+    };
+    result.is_ok().then_some(context)
 }
 
 /// Whether a device has a primary context.

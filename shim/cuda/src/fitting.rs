@@ -2,7 +2,6 @@
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use tranche_shim_core::paths::MAX_SHARES;
 use tranche_shim_runtime::lock::Guarded;
 
 use crate::abi::CUfunction;
@@ -15,7 +14,7 @@ pub struct Fitting {
     /// The epoch, at its place in an entry.
     epoch: AtomicU64,
     /// For each device, the contexts that exist or that a call creates; the primary context counts once.
-    contexts: [AtomicU32; MAX_SHARES],
+    contexts: [AtomicU32; 256],
     /// A bit for each device whose primary context was counted.
     primaries: AtomicU64,
     /// Locked while the charge of a context changes, but never while the driver is called.
@@ -92,6 +91,12 @@ impl Fitting {
         self.contexts(device).load(Ordering::Relaxed) <= 1
     }
 
+    /// Whether any context of a device is known.
+    #[inline]
+    pub fn has_contexts(&self, device: &Device) -> bool {
+        self.contexts(device).load(Ordering::Relaxed) != 0
+    }
+
     /// Notes that a device's primary context is retained.
     pub fn add_primary(&self, device: &Device) {
         let bit = 1 << (device.number % 64);
@@ -123,6 +128,6 @@ impl Fitting {
     }
 
     fn contexts(&self, device: &Device) -> &AtomicU32 {
-        &self.contexts[usize::from(device.number) % MAX_SHARES]
+        &self.contexts[usize::from(device.number)]
     }
 }

@@ -25,7 +25,7 @@
 //!    device allocates), `contexts`, `libraries`, `ends` (calls that end what is charged), `mps` (this process as a client
 //!    of MPS), `process` (this process, also after a fork), `collective` (kernels and graphs that never wait);
 //! 3. charging: `device_shares` (reserving from a device's shares), `load` (launches that wait for other shares), `exports` (descriptors that keep memory), `pool_query`
-//!    (asking the driver about a pool), `pool_end` (destroyed pools), `settle` (charging what the driver keeps), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
+//!    (asking the driver about a pool), `pool_end` (destroyed pools), `settle` (charging what the driver keeps), `reserve` (reserving, also for contexts that are noticed late), `charge` (reserve, ask, keep or give back), `pool_allocator` (allocating from
 //!    what the driver keeps), `loading` (what modules and libraries need);
 //! 4. one file per family: `ipc`, `managed` (memory that the driver may move to the host), `memory`, `local` (the local
 //!    memory that kernels need), `vmm`, `dma_buf`, `multicast`, `array`, `graph`, `pool`, `module`, `context`, `capture`,
@@ -92,6 +92,7 @@ mod pool_allocator;
 mod pool_end;
 mod pool_query;
 mod process;
+mod reserve;
 mod resolve;
 mod series;
 mod settle;

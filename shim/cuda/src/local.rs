@@ -50,6 +50,7 @@ pub fn ensure(
         fitting.note(fit);
         return Ok(());
     }
+    process.notice_context(device)?;
     loading::reach(process, device)?;
     let is_kernel = process
         .pointers

@@ -366,8 +366,9 @@ impl Process {
         }
     }
 
+    /// The same, also for a process with one device: an error if the context has ended.
     #[inline(never)]
-    fn device_of_current_context(&self) -> Result<&Device, CUresult> {
+    pub fn device_of_current_context(&self) -> Result<&Device, CUresult> {
         let mut handle = 0;
         // SAFETY: writes to the local handle.
         let result = unsafe { real!(cuCtxGetDevice: fn(*mut CUdevice))(&raw mut handle) };

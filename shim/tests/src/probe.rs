@@ -125,6 +125,8 @@ fn answer_to(cuda: &Cuda, words: &[&str]) -> String {
             format!("{code} {count}")
         }
         "context" => outs(call!(cuda, "cuCtxCreate_v2", out => *mut u64, 0 => u32, int(1) => i32)),
+        "context-unseen" => outs(context_unseen(cuda, out, int(1))),
+        "primary-unseen" => outs(primary_unseen(cuda, out, int(1))),
         "current" => outs(call!(cuda, "cuCtxSetCurrent", number(1) => u64)),
         "destroy" => outs(call!(cuda, "cuCtxDestroy_v2", number(1) => u64)),
         "primary" => {
@@ -478,6 +480,38 @@ fn compare(shim: &Cuda, list: &str) -> String {
 }
 
 /// Calls `odd_*` of the odd driver, without the shim.
+/// The UUID of the driver's private table with a function that makes contexts.
+static PRIVATE_TABLE: [u8; 16] = [
+    0x0c, 0xa5, 0x0b, 0x8c, 0x10, 0x04, 0x92, 0x9a, 0x89, 0xa7, 0xd0, 0xdf, 0x10, 0xe7, 0x72, 0x86,
+];
+
+/// Its bytes, and the function.
+#[repr(C)]
+struct PrivateTable(usize, unsafe extern "C" fn(*mut u64, u32, i32) -> u32);
+
+/// A context that the driver's private table makes.
+fn context_unseen(cuda: &Cuda, context: *mut u64, device: i32) -> u32 {
+    let mut table: *const PrivateTable = std::ptr::null();
+    let id = &raw const PRIVATE_TABLE;
+    let code = call!(cuda, "cuGetExportTable", &raw mut table => *mut *const PrivateTable, id => *const [u8; 16]);
+    assert_eq!(code, 0, "cuGetExportTable");
+    // SAFETY: the driver's own table, which has this function.
+    unsafe { ((*table).1)(context, 0, device) }
+}
+
+/// A primary context that the driver's own function makes, as the driver's private ones do, without the shim.
+fn primary_unseen(cuda: &Cuda, context: *mut u64, device: i32) -> u32 {
+    // SAFETY: the shim has opened the driver, whose function has these arguments; `context` is a caller's local.
+    let (code, made) = unsafe {
+        let driver = libc::dlopen(REAL_CUDA.as_ptr(), libc::RTLD_LAZY);
+        let retain = libc::dlsym(driver, c"cuDevicePrimaryCtxRetain".as_ptr());
+        let retain: unsafe extern "C" fn(*mut u64, i32) -> u32 = std::mem::transmute(retain);
+        (retain(context, device), *context)
+    };
+    call!(cuda, "cuCtxSetCurrent", made => u64);
+    code
+}
+
 fn steer(_: &Cuda, name: &str, value: u64) -> u64 {
     // SAFETY: the shim has opened it; its functions take and return one number.
     unsafe {

@@ -700,6 +700,71 @@ fn contexts_are_charged_from_the_second_on() {
     case.covered();
 }
 
+/// NVIDIA's libraries can make contexts by functions in private tables. Such a context is charged at the first allocation or
+/// launch, until it is destroyed.
+#[test]
+fn contexts_that_were_made_unseen_are_charged() {
+    let case = Case::new();
+    let context = case.context;
+    for make in ["context-unseen 0", "primary-unseen 0"] {
+        for use_it in ["alloc 512", "kernel sim_busy_1us"] {
+            let mut other = case.world.probe("name");
+            other.must("init");
+            let made = other.must(make).number(0);
+            assert_eq!(case.world.node().gpus()[0].used, 2 * context, "{make}");
+            assert_eq!(case.share.used(), context, "{make}");
+            let what = other.must(use_it).number(0);
+            if use_it.starts_with("alloc") {
+                other.must(&format!("free {what}"));
+            } else {
+                other.must(&format!("launch-grid {what} 1 0"));
+                other.must("unload-last");
+            }
+            // Also where it is current while others are made and end.
+            let second = other.must("context 0").number(0);
+            other.must(&format!("destroy {second}"));
+            other.must(&format!("current {made}"));
+            other.must("alloc 512");
+            assert_eq!(
+                case.share.used(),
+                context + context + BLOCK,
+                "{make} {use_it}"
+            );
+            // It ends like any other.
+            match make {
+                "context-unseen 0" => other.must(&format!("destroy {made}")),
+                _ => other.must("unprimary 0"),
+            };
+            assert_eq!(case.share.used(), context, "{make} {use_it}");
+            assert_eq!(case.world.node().gpus()[0].used, context);
+        }
+    }
+}
+
+/// It is noticed beside contexts that the shim saw, too, by a launch. If there is no room for it, the launch is refused.
+#[test]
+fn a_context_that_was_made_unseen_needs_room() {
+    let mut case = Case::new();
+    let rest = CAP - 8 * BLOCK;
+    let memory = case.probe.must(&format!("alloc {rest}")).number(0);
+    let made = case.probe.must("context-unseen 0").number(0);
+    let kernel = case.probe.must("kernel sim_busy_1us").number(0);
+    let used = case.share.used();
+    let launch = format!("launch-grid {kernel} 1 0");
+    for _ in 0..2 {
+        assert_eq!(case.probe.ask(&launch).code, OUT_OF_MEMORY);
+        assert_eq!(case.share.used(), used);
+    }
+    case.probe.must(&format!("free {memory}"));
+    for _ in 0..2 {
+        case.probe.must(&launch);
+        assert_eq!(case.share.used(), used - rest + case.context);
+    }
+    case.probe.must("unload-last");
+    case.probe.must(&format!("destroy {made}"));
+    assert_eq!(case.share.used(), case.context);
+}
+
 /// A context's limits beyond their defaults take memory: the heap of its kernels, their output, and a stack for
 /// each thread that runs at a time (132 × 2,048 on the simulated H100).
 #[test]

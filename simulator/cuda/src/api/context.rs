@@ -25,6 +25,27 @@ unsafe fn create(to: *mut Handle, flags: u32, of: i32) -> Result<(), Code> {
     unsafe { put(to, context.handle()) }
 }
 
+/// The UUID of NVIDIA's private table with a function that makes contexts.
+const PRIVATE_TABLE: [u8; 16] = [
+    0x0c, 0xa5, 0x0b, 0x8c, 0x10, 0x04, 0x92, 0x9a, 0x89, 0xa7, 0xd0, 0xdf, 0x10, 0xe7, 0x72, 0x86,
+];
+
+/// That table: its bytes, and the function (ZLUDA's `dark_api`, `CTX_CREATE_BYPASS`).
+fn private_table() -> *const c_void {
+    type Create = unsafe extern "C" fn(*mut Handle, u32, i32) -> u32;
+    #[repr(C)]
+    struct Table(usize, Create);
+    static TABLE: Table = Table(size_of::<Table>(), create_privately);
+    (&raw const TABLE).cast()
+}
+
+/// # Safety
+/// `to` is null or valid for a write.
+unsafe extern "C" fn create_privately(to: *mut Handle, flags: u32, of: i32) -> u32 {
+    // SAFETY: the caller's contract.
+    unsafe { create(to, flags, of) }.map_or_else(|code| code.0, |()| 0)
+}
+
 /// # Safety
 /// As [`Object::find`].
 unsafe fn destroy(context: Handle) -> Result<(), Code> {
@@ -161,5 +182,11 @@ export! {
     fn cuCtxGetExecAffinity(affinity: *mut c_void, _kind: u32) {
         get(affinity.cast::<u8>())?;
         Err(Code::NOT_SUPPORTED)
+    }
+    fn cuGetExportTable(table: *mut *const c_void, id: *const [u8; 16]) {
+        // NVIDIA's private interfaces. libcudart checks most of them in ways that are not simulated.
+        let found = (get(id)? == PRIVATE_TABLE).then(private_table);
+        put(table, found.unwrap_or(std::ptr::null()))?;
+        found.map(drop).ok_or(Code::NOT_FOUND)
     }
 }

@@ -1,11 +1,9 @@
 //! Initialisation, versions and the list of GPUs.
 
-use std::ffi::c_void;
-
 use crate::code::Code;
 use crate::device::device;
 use crate::driver::{cuda_version, driver, initialise};
-use crate::export::{export, get, put};
+use crate::export::{export, put};
 
 export! {
     fn cuInit(flags: u32) {
@@ -21,11 +19,5 @@ export! {
     fn cuDeviceGet(to: *mut i32, ordinal: i32) {
         device(ordinal)?;
         put(to, ordinal)
-    }
-    fn cuGetExportTable(table: *mut *const c_void, id: *const [u8; 16]) {
-        // NVIDIA's private interfaces. libcudart checks them in ways that are not simulated.
-        get(id)?;
-        put(table, std::ptr::null())?;
-        Err(Code::NOT_FOUND)
     }
 }
