@@ -144,6 +144,7 @@ fn leave_primary(process: &'static Process, device: &Device, context: Option<CUc
         });
         let Some(left) = taken else { continue };
         if let Some((taken, ending)) = left {
+            loading::leave(process, device);
             let noted = taken.map(|entry| unstamped(entry.context));
             let handle = context.map(|context| context as u64).or(noted);
             // Any of the calls may have ended it.
@@ -189,6 +190,7 @@ pub fn end(context: CUcontext, driver: Call<'_>) -> CUresult {
         if result.is_ok() {
             if let Some(device) = process.device_numbered(entry.device) {
                 process.fitting.end_context(device);
+                loading::leave(process, device);
             }
             return_charge(process, number, entry);
         } else {

@@ -1,6 +1,7 @@
 //! Libraries. They belong to no context: the driver loads them into each context that uses them, also into later ones.
 //! So they are charged on the devices on which the process has made a context, once on each: those that it has when a
-//! library is loaded, and each further one before its first context is made.
+//! library is loaded, and each further one before its first context is made. With the last context of a device the driver
+//! unloads them there.
 
 use tranche_shim_core::image::Needs;
 
@@ -12,6 +13,8 @@ pub struct Libraries {
     pub needs: Needs,
     /// A bit for each device on which they are charged.
     pub devices: u64,
+    /// Calls in progress that load one.
+    pub loading: u32,
 }
 
 impl Libraries {

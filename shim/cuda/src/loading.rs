@@ -70,6 +70,24 @@ pub fn reach(process: &'static Process, device: &Device) -> Result<(), CUresult>
     Ok(())
 }
 
+/// Gives back the charge of all libraries on a device whose last context has ended. While another one is loaded, they stay
+/// charged.
+#[inline(never)]
+pub fn leave(process: &Process, device: &Device) {
+    let bit = device.bit();
+    // A call that makes a context has noted that before it looks here.
+    let left = process.libraries.with(|libraries| {
+        let is_left = libraries.loading == 0
+            && libraries.devices & bit != 0
+            && !process.fitting.has_contexts(device);
+        libraries.devices &= !(bit * u64::from(is_left));
+        is_left.then_some(libraries.needs)
+    });
+    if let Some(needs) = left {
+        lower(process, needs, bit);
+    }
+}
+
 /// Loads a library by a call that also charges the devices of some bits. `needs_on` is what it needs on a device.
 pub fn load_library(
     process: &'static Process,
@@ -93,16 +111,19 @@ pub fn load_library(
     // First added, so that a thread that reaches a further device charges it there.
     let devices = process.libraries.with(|libraries| {
         libraries.needs = libraries.needs.plus(needs);
+        libraries.loading += 1;
         libraries.devices
     });
     let result = load(needs, devices);
-    if !result.is_ok() {
-        let now = process.libraries.with(|libraries| {
-            libraries.remove(State::Code, needs.code);
-            libraries.remove(State::Modules, needs.data)
-        });
-        lower(process, needs, now & !devices);
-    }
+    let more = process.libraries.with(|libraries| {
+        libraries.loading -= 1;
+        if result.is_ok() {
+            return 0;
+        }
+        libraries.remove(State::Code, needs.code);
+        libraries.remove(State::Modules, needs.data) & !devices
+    });
+    lower(process, needs, more);
     result
 }
 

@@ -765,6 +765,34 @@ fn a_context_that_was_made_unseen_needs_room() {
     assert_eq!(case.share.used(), case.context);
 }
 
+/// A library is charged on a device until its last context there has ended, and again with the next one, until it is unloaded.
+#[test]
+fn a_library_is_charged_while_its_device_has_a_context() {
+    const BYTES: u64 = 32 * BLOCK;
+    let mut case = Case::new();
+    write(&mut case.probe, &with_variable(BYTES - BLOCK));
+    let library = case.probe.get("cuLibraryLoadData &0 &100 0 0 0 0 0 0");
+    let loaded = case.share.used();
+    assert!((BYTES..=BYTES + BLOCK).contains(&(loaded - case.context)));
+    // Another context keeps it.
+    let second = case.probe.must("context 0").number(0);
+    case.probe.must("unprimary 0");
+    assert_eq!(case.share.used(), loaded);
+    case.probe.must(&format!("destroy {second}"));
+    assert_eq!(case.share.used(), 0);
+    for end in ["unprimary 0", "reset 0"] {
+        case.probe.must("primary 0");
+        assert_eq!(case.share.used(), loaded);
+        case.probe.must(end);
+        assert_eq!(case.share.used(), 0, "{end}");
+    }
+    // It is unloaded without a context, and is not charged with the next one.
+    let unload = format!("cuLibraryUnload {library}");
+    assert_eq!(case.probe.call(&unload), DONE);
+    case.probe.must("primary 0");
+    assert_eq!(case.share.used(), case.context);
+}
+
 /// A context's limits beyond their defaults take memory: the heap of its kernels, their output, and a stack for
 /// each thread that runs at a time (132 × 2,048 on the simulated H100).
 #[test]
