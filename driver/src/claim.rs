@@ -5,6 +5,7 @@
 
 mod device_name;
 mod error;
+mod request;
 
 use k8s_openapi::api::resource::v1::{
     DeviceAllocationConfiguration, DeviceRequestAllocationResult, ResourceClaim,
@@ -213,7 +214,15 @@ impl Allocation {
             .iter()
             .filter(|result| result.driver == DRIVER && result.pool == pool)
             .map(|result| {
-                AllocatedDevice::read(result, &configs).map_err(|problem| ClaimProblem::Device {
+                let read = AllocatedDevice::read(result, &configs);
+                let checked = read.and_then(|device| {
+                    // What a claim with admin access asks for limits nothing.
+                    if !matches!(device.grant, Grant::Admin { .. }) {
+                        request::check(claim, &result.request)?;
+                    }
+                    Ok(device)
+                });
+                checked.map_err(|problem| ClaimProblem::Device {
                     request: result.request.clone(),
                     device: result.device.clone(),
                     problem,

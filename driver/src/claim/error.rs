@@ -77,6 +77,16 @@ pub enum DeviceProblem {
     /// The name is not one of ours.
     #[error(transparent)]
     Name(#[from] DeviceNameError),
+    /// The claim asks for an amount that no share can have.
+    #[error("the claim's capacity.requests[{capacity}] is {found}, must be {expected}")]
+    Request {
+        /// The capacity's name.
+        capacity: &'static str,
+        /// What is there.
+        found: String,
+        /// What may be there.
+        expected: String,
+    },
     /// A share without a UUID.
     #[error(
         "shareID is missing, though the tier {tier} is shared: is the feature gate DRAConsumableCapacity off?"

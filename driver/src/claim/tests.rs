@@ -358,3 +358,80 @@ fn claims_are_compared_by_the_schedulers_whole_decision() {
     };
     assert!(!held.is_same_as(&other));
 }
+
+/// The claim asks for these amounts, by a class whose name says nothing.
+fn asking(amounts: &Value) -> ResourceClaim {
+    let mut claim = claim(&[capped("1Mi", "1")], &[]);
+    let request = json!({"name": "gpu", "exactly": {
+        "deviceClassName": "gpu-small", "capacity": {"requests": amounts},
+    }});
+    claim.spec = serde_json::from_value(json!({"devices": {"requests": [request]}})).unwrap();
+    claim
+}
+
+#[test]
+fn an_amount_that_the_scheduler_rounded_up_from_nothing_is_refused() {
+    for (amounts, expected) in [
+        (
+            json!({"memory": "0"}),
+            "capacity.requests[memory] is 0, must be at least 1Mi",
+        ),
+        (
+            json!({"memory": "20"}),
+            "is 20, must be at least 1Mi: write the unit, for example 20Gi",
+        ),
+        (
+            json!({"memory": "8192"}),
+            "write the unit, for example 8192Mi",
+        ),
+        (
+            json!({"memory": "1500m"}),
+            "is 1500m, must be a whole number",
+        ),
+        (
+            json!({"cores": "0"}),
+            "capacity.requests[cores] is 0, must be a percentage, 1 to 100",
+        ),
+        (json!({"cores": "1k"}), "is 1000, must be a percentage"),
+        (json!({"cores": "-5"}), "is -5, must be a whole number"),
+    ] {
+        let text = refusal(&asking(&amounts));
+        assert!(
+            text.contains("request gpu, device ") && text.contains(expected),
+            "{amounts}: {text}"
+        );
+    }
+    for amounts in [json!({"memory": "1Mi"}), json!({"cores": "100"}), json!({})] {
+        read(&asking(&amounts)).unwrap();
+    }
+    // An alternative has amounts of its own.
+    let mut claim = claim(
+        &[with(capped("1Mi", "1"), &json!({"request": "gpu/small"}))],
+        &[],
+    );
+    let of = |name: &str, memory: &str| {
+        json!({
+            "name": name, "deviceClassName": "gpu-small", "capacity": {"requests": {"memory": memory}},
+        })
+    };
+    let mut give = |large: &str, small: &str| {
+        let request =
+            json!({"name": "gpu", "firstAvailable": [of("large", large), of("small", small)]});
+        claim.spec = serde_json::from_value(json!({"devices": {"requests": [request]}})).unwrap();
+        read(&claim)
+    };
+    give("0", "1Gi").unwrap();
+    assert!(give("1Gi", "0").unwrap_err().contains("gpu/small"));
+    // Who observes gets no share.
+    let mut observing = asking(&json!({"memory": "0"}));
+    let results = observing
+        .status
+        .as_mut()
+        .unwrap()
+        .allocation
+        .as_mut()
+        .unwrap();
+    let devices = results.devices.as_mut().unwrap().results.as_mut().unwrap();
+    devices[0].admin_access = Some(true);
+    read(&observing).unwrap();
+}

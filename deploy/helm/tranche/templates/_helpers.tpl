@@ -50,11 +50,19 @@ app.kubernetes.io/component: {{ . }}
 .filter(c, c.?opaque.?driver.orValue("") == "gpu.tranche.dev")
 {{- end }}
 
-{{/* CEL: what the requests for our classes, first choices or alternatives, ask of one capacity. */}}
+{{/* CEL: whether a request, or an alternative of one, is for our devices: by its class's name, by a class that selects our driver, or
+by its own selectors. Call with the name of its variable. */}}
+{{- define "tranche.cel.isOurs" -}}
+({{ . }}.deviceClassName.endsWith(".gpu.tranche.dev") ||
+variables.isOurClass && {{ . }}.deviceClassName == params.metadata.name ||
+{{ . }}.?selectors.orValue([]).exists(e, e.?cel.?expression.orValue("").contains("gpu.tranche.dev")))
+{{- end }}
+
+{{/* CEL: what the requests for our devices, first choices or alternatives, ask of one capacity. */}}
 {{- define "tranche.cel.amounts" -}}
-(variables.requests.filter(r, r.?exactly.?deviceClassName.orValue("").endsWith(".gpu.tranche.dev"))
+(variables.requests.filter(r, has(r.exactly) && {{ include "tranche.cel.isOurs" "r.exactly" }})
 .map(r, r.exactly.?capacity.?requests[?{{ . | quote }}]) +
 variables.requests.map(r, r.?firstAvailable.orValue([])
-.filter(s, s.deviceClassName.endsWith(".gpu.tranche.dev")).map(s, s.?capacity.?requests[?{{ . | quote }}])).flatten())
+.filter(s, {{ include "tranche.cel.isOurs" "s" }}).map(s, s.?capacity.?requests[?{{ . | quote }}])).flatten())
 .filter(o, o.hasValue()).map(o, string(o.value()))
 {{- end }}
