@@ -39,6 +39,12 @@ pub enum Command {
     Recommend(RecommendArgs),
     /// What is wrong with Tranche in this cluster, and the way out
     Doctor,
+    /// Keeps new claims off a GPU or a node's GPUs
+    Cordon(TargetArgs),
+    /// Lets claims have a cordoned GPU or node again
+    Uncordon(TargetArgs),
+    /// Cordons a GPU or a node's GPUs, and evicts the pods that have them, as far as their budgets allow
+    Drain(DrainArgs),
     /// Packs what support needs into a .tar.gz, without secrets
     Collect {
         /// The archive; else tranche-TIME.tar.gz in the current folder
@@ -49,6 +55,12 @@ pub enum Command {
     Ui(UiArgs),
     /// Why a pod or claim waits, by the rules of kube-scheduler, or what it has and who is beside it
     Explain(ExplainArgs),
+    /// The versions of this program, of the API server and of the node plugins
+    Version {
+        /// Only this program's, without a cluster
+        #[arg(long)]
+        client: bool,
+    },
     /// The completions of a shell, for `kubectl tranche` and `kubectl-tranche`
     Completion {
         /// The shell
@@ -59,14 +71,85 @@ pub enum Command {
 /// Arguments of `get`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct GetArgs {
-    /// What to list
-    #[arg(value_enum, default_value = "claims")]
-    pub kind: Kind,
-    /// One of them: the name of a claim or pod; of a GPU its UUID or the beginning of it, a MIG UUID, or a device's name
-    pub name: Option<String>,
+    /// claims, pods, gpus or nodes, and one of them: the name of a claim, pod or node; of a GPU its UUID or the beginning of
+    /// it, a MIG UUID, or a device's name
+    #[arg(value_name = "TYPE [NAME]|TYPE/NAME", num_args = 0..=2)]
+    pub what: Vec<String>,
     #[command(flatten)]
     /// The namespaces.
     pub scope: ScopeArgs,
+}
+
+/// Arguments of `cordon` and `uncordon`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct TargetArgs {
+    /// A node, or a GPU: its UUID or the beginning of it, or gpu-<first 8 digits>
+    #[arg(value_name = "GPU|NODE")]
+    pub target: String,
+}
+
+/// Arguments of `drain`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct DrainArgs {
+    #[command(flatten)]
+    /// What to drain.
+    pub target: TargetArgs,
+    /// Seconds to wait for pods to end and for budgets to allow it
+    #[arg(long, value_name = "SECONDS", default_value_t = 300)]
+    pub timeout: u64,
+    /// Evict also pods that no controller makes again
+    #[arg(long)]
+    pub force: bool,
+    /// Only show who would be evicted
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// Words that name nothing that a command shows.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WordsError {
+    /// Not a kind of object.
+    #[error("there is no type {found:?} here: use {known}")]
+    Type {
+        /// What was given.
+        found: String,
+        /// The types, in words.
+        known: &'static str,
+    },
+    /// `TYPE/NAME NAME`.
+    #[error("{0} and {1}: write TYPE NAME or TYPE/NAME")]
+    TwoNames(String, String),
+}
+
+/// `TYPE`, `TYPE NAME` or `TYPE/NAME`, as kubectl reads them.
+fn type_and_name(words: &[String]) -> Result<(Option<&str>, Option<&str>), WordsError> {
+    match words {
+        [] => Ok((None, None)),
+        [word, rest @ ..] => match (word.split_once('/'), rest) {
+            (Some((kind, name)), []) => Ok((Some(kind), Some(name))),
+            (Some(_), [more, ..]) => Err(WordsError::TwoNames(word.clone(), more.clone())),
+            (None, []) => Ok((Some(word), None)),
+            (None, [name, ..]) => Ok((Some(word), Some(name))),
+        },
+    }
+}
+
+impl GetArgs {
+    /// What to list, and the name of one of them.
+    pub fn question(&self) -> Result<(Kind, Option<String>), WordsError> {
+        let (kind, name) = type_and_name(&self.what)?;
+        let kind = match kind {
+            None => Kind::Claims,
+            Some(word) => {
+                Kind::from_str(&word.to_ascii_lowercase(), true).map_err(|_| WordsError::Type {
+                    found: word.to_owned(),
+                    known: "claims, pods, gpus or nodes",
+                })?
+            }
+        };
+        let name = name.filter(|name| !name.is_empty()).map(str::to_owned);
+        Ok((kind, name))
+    }
 }
 
 /// Arguments of `ui`.
@@ -81,7 +164,7 @@ pub struct UiArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Kind {
     /// Claims and their devices
-    #[value(alias = "claim")]
+    #[value(aliases = ["claim", "resourceclaim", "resourceclaims"])]
     Claims,
     /// Pods and their devices
     #[value(aliases = ["pod", "po"])]
@@ -89,6 +172,9 @@ pub enum Kind {
     /// GPUs and their pods
     #[value(aliases = ["gpu", "device", "devices"])]
     Gpus,
+    /// Nodes with GPUs
+    #[value(aliases = ["node", "no", "gpunode", "gpunodes"])]
+    Nodes,
 }
 
 /// Arguments of `top`.
@@ -152,6 +238,8 @@ pub enum CostBy {
     Claim,
     /// Tiers
     Tier,
+    /// Nodes
+    Node,
 }
 
 /// A subcommand instead of the bill.
@@ -216,8 +304,30 @@ pub struct ScopeArgs {
 /// Arguments of `explain`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ExplainArgs {
-    /// The pod or claim: its name, or pod/NAME or claim/NAME
-    pub name: String,
+    /// The pod or claim: its name, pod NAME or claim NAME, or pod/NAME or claim/NAME
+    #[arg(value_name = "NAME|TYPE NAME|TYPE/NAME", num_args = 1..=2, required = true)]
+    pub what: Vec<String>,
+}
+
+impl ExplainArgs {
+    /// `pod` or `claim`, where it is given, and the name.
+    pub fn subject(&self) -> Result<(Option<&'static str>, &str), WordsError> {
+        let (kind, name) = match type_and_name(&self.what)? {
+            (Some(name), None) => return Ok((None, name)),
+            (kind, name) => (kind.unwrap_or_default(), name.unwrap_or_default()),
+        };
+        let kind = match kind.to_ascii_lowercase().as_str() {
+            "pod" | "pods" | "po" => "pod",
+            "claim" | "claims" | "resourceclaim" | "resourceclaims" => "claim",
+            _ => {
+                return Err(WordsError::Type {
+                    found: kind.to_owned(),
+                    known: "pod or claim",
+                });
+            }
+        };
+        Ok((Some(kind), name))
+    }
 }
 
 #[cfg(test)]
@@ -229,5 +339,47 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Args::command().debug_assert();
+    }
+
+    #[test]
+    fn objects_are_named_as_for_kubectl() {
+        let words = |words: &str| words.split_whitespace().map(str::to_owned).collect();
+        let get = |text: &str| {
+            let args = GetArgs {
+                what: words(text),
+                scope: ScopeArgs::default(),
+            };
+            args.question()
+        };
+        let named = |name: &str| Some(name.to_owned());
+        for (text, expected) in [
+            ("", (Kind::Claims, None)),
+            ("pods", (Kind::Pods, None)),
+            ("pod one", (Kind::Pods, named("one"))),
+            ("Pod/one", (Kind::Pods, named("one"))),
+            ("gpu GPU-a0", (Kind::Gpus, named("GPU-a0"))),
+            ("no", (Kind::Nodes, None)),
+        ] {
+            assert_eq!(get(text), Ok(expected), "{text}");
+        }
+        let error = get("services").unwrap_err().to_string();
+        assert!(error.contains("claims, pods, gpus or nodes"), "{error}");
+        assert!(get("pod/one two").is_err());
+
+        let explain = |text: &str| {
+            let args = ExplainArgs { what: words(text) };
+            let subject = args.subject();
+            subject.map(|(kind, name)| (kind, name.to_owned()))
+        };
+        for (text, kind) in [
+            ("one", None),
+            ("pod one", Some("pod")),
+            ("po/one", Some("pod")),
+            ("claim/one", Some("claim")),
+            ("resourceclaim one", Some("claim")),
+        ] {
+            assert_eq!(explain(text), Ok((kind, "one".to_owned())), "{text}");
+        }
+        assert!(explain("node/one").is_err());
     }
 }

@@ -20,6 +20,7 @@ use std::fmt;
 pub(crate) use connect::ANSWER;
 pub use connect::{ConnectError, Connection};
 pub use problem::gap;
+pub(crate) use problem::root;
 pub(crate) use read::list;
 pub use read::{PRICES, only_here};
 

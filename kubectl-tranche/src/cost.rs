@@ -197,6 +197,7 @@ fn rows(items: &[Item<'_>], by: CostBy) -> Vec<Row> {
             CostBy::Namespace => tenant.namespace.clone(),
             CostBy::Claim => claim(tenant),
             CostBy::Tier => tenant.device.tier.to_string(),
+            CostBy::Node => tenant.device.node.clone(),
         };
         let row = rows.entry(name.clone()).or_insert_with(|| Row {
             name,
@@ -269,6 +270,7 @@ impl View for CostReport {
             CostBy::Namespace => "NAMESPACE",
             CostBy::Claim => "CLAIM",
             CostBy::Tier => "TIER",
+            CostBy::Node => "NODE",
         };
         let mut header = vec![name, "DEVICES", "PER HOUR", "PER MONTH"];
         if is_wide || self.idle.is_some() {

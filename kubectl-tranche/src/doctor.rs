@@ -6,6 +6,9 @@ use crate::facts::Facts;
 use crate::output::{Block, Tone, View};
 
 mod checks;
+mod components;
+mod nodes;
+pub(crate) mod pods;
 
 /// How a check ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]

@@ -8,15 +8,19 @@
 mod facts;
 mod pod;
 mod read;
+mod state;
 mod words;
 
+use k8s_openapi::api::resource::v1::ResourceClaim;
 use serde::Serialize;
 use tranche_scheduler_rules::{
     Cluster as Allocator, Granted, MOST_STEPS, PoolProblem, Problem, Release, Report,
-    RequestReport, Selectors, Verdict,
+    RequestReport, Selectors, Verdict, name_taint_rules,
 };
 
 use crate::model::{ClaimDevice, Model};
+
+use state::State;
 
 pub use facts::{Facts, NotFound, Subject};
 pub use read::{Error, read};
@@ -35,6 +39,9 @@ pub struct Explanation {
     pub verdict: Conclusion,
     /// Whether something could not be read, so that the verdict may be wrong.
     pub is_partial: bool,
+    /// The state of its containers and of its node, where something is wrong, a line each.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub state: Vec<String>,
     /// What stands in the way on every node, a line each.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub obstacles: Vec<String>,
@@ -52,6 +59,8 @@ pub struct Explanation {
     /// Whose release makes it fit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub would_fit_after: Option<WouldFit>,
+    /// Whether each of its claims fits alone, though they do not fit together.
+    pub fits_one_by_one: bool,
 }
 
 /// The verdict in one word.
@@ -60,6 +69,12 @@ pub struct Explanation {
 pub enum Conclusion {
     /// All claims are allocated.
     Allocated,
+    /// All claims are allocated, and a container cannot start.
+    Stopped,
+    /// All claims are allocated, and the pod is being deleted.
+    Ending,
+    /// All claims are allocated, and the pod should have ended.
+    Late,
     /// A node has the devices, and nothing that is known keeps the pod from it.
     Fits,
     /// No node has the devices, or something keeps the pod from every node.
@@ -96,6 +111,8 @@ pub struct Neighbour {
     /// Percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cores: Option<u64>,
+    /// Whether it only observes (admin access): nothing limits what it uses.
+    pub is_admin: bool,
 }
 
 /// What a node has for the claims of a pod.
@@ -114,6 +131,9 @@ pub struct NodeExplanation {
     /// Why there is no verdict about the devices.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
+    /// Why nobody serves the node's GPUs.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub faults: Vec<String>,
     /// Pools whose devices are not allocated at present.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub pools: Vec<PoolProblem>,
@@ -140,18 +160,32 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
     let wanted = facts.wanted();
     let mut obstacles = pod::obstacles(facts);
     let has = self::has(facts, model);
+    let state = State::of(facts);
+    let verdict = match &state {
+        _ if !facts.is_placed() => Conclusion::Allocated,
+        State { is_late: true, .. } => Conclusion::Late,
+        State {
+            is_ending: true, ..
+        } => Conclusion::Ending,
+        State {
+            is_stopped: true, ..
+        } => Conclusion::Stopped,
+        _ => Conclusion::Allocated,
+    };
     let mut explanation = Explanation {
         kind: facts.subject.kind(),
         namespace: facts.namespace.clone(),
         name: facts.subject.name().to_owned(),
-        verdict: Conclusion::Allocated,
+        verdict,
         is_partial: !facts.gaps.is_empty(),
+        state: state.lines,
         obstacles: Vec::new(),
         scheduler: facts.scheduler(),
         has,
         claims: wanted.iter().map(|claim| facts::full_name(claim)).collect(),
         nodes: Vec::new(),
         would_fit_after: None,
+        fits_one_by_one: false,
     };
     if facts.is_placed() {
         return explanation;
@@ -172,7 +206,8 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
     for node in &facts.nodes {
         let keeps_off = pod::node_obstacles(facts, node);
         // The scheduler runs the allocator only for nodes that pass its other filters.
-        let report = allocator.explain(node, &wanted);
+        let mut report = allocator.explain(node, &wanted);
+        name_taint_rules(&facts.rules, &mut report);
         judged.push((node, keeps_off, report));
     }
     explanation.verdict = self::conclusion(&mut obstacles, &judged);
@@ -180,6 +215,11 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
         let open = judged
             .iter()
             .filter(|(_, keeps_off, _)| keeps_off.is_empty());
+        let fits_alone = |claim: &&ResourceClaim| {
+            let mut nodes = open.clone().take(MOST_NODES_WITH_RELEASES);
+            nodes.any(|(node, _, _)| matches!(allocator.judge(node, &[*claim]), Verdict::Fits(_)))
+        };
+        explanation.fits_one_by_one = wanted.len() > 1 && wanted.iter().all(fits_alone);
         let mut fewest: Option<(String, Release)> = None;
         for (node, _, report) in open.clone().take(MOST_NODES_WITH_RELEASES) {
             let best = fewest.as_ref();
@@ -198,7 +238,11 @@ pub fn explain(facts: &Facts, model: &Model) -> Explanation {
     explanation.obstacles = obstacles;
     explanation.nodes = judged
         .into_iter()
-        .map(|(node, obstacles, report)| NodeExplanation::new(node, obstacles, report))
+        .map(|(node, obstacles, report)| {
+            let name = node.metadata.name.as_deref().unwrap_or_default();
+            let faults = state::node_faults(facts, name);
+            NodeExplanation::new(node, obstacles, faults, report)
+        })
         .collect();
     explanation
 }
@@ -248,6 +292,7 @@ impl NodeExplanation {
     fn new(
         node: &k8s_openapi::api::core::v1::Node,
         obstacles: Vec<String>,
+        faults: Vec<String>,
         report: Report,
     ) -> Self {
         let has_devices = matches!(report.verdict, Verdict::Fits(_));
@@ -262,6 +307,7 @@ impl NodeExplanation {
             has_devices,
             would_get,
             problem,
+            faults,
             pools: report.pools,
             requests: report.requests,
         }
@@ -283,7 +329,8 @@ fn has(facts: &Facts, model: &Model) -> Vec<Has> {
             let gpu = model
                 .gpus()
                 .find(|(_, gpu)| Some(&gpu.uuid) == device.gpu_uuid.as_ref());
-            let tenants = gpu.iter().flat_map(|(_, gpu)| gpu.tenants());
+            let held = gpu.iter().flat_map(|(_, gpu)| &gpu.held);
+            let tenants = held.flat_map(|held| &held.tenants);
             let others = tenants.filter(|tenant| tenant.uid != known.uid);
             result.push(Has {
                 claim: known.name.clone(),
@@ -294,6 +341,7 @@ fn has(facts: &Facts, model: &Model) -> Vec<Has> {
                         pods: tenant.pods.clone(),
                         memory: tenant.device.memory,
                         cores: tenant.device.cores,
+                        is_admin: tenant.device.is_admin,
                     })
                     .collect(),
             });

@@ -2,6 +2,9 @@
 
 use std::collections::BTreeMap;
 
+use k8s_openapi::api::resource::v1::DeviceTaintRule;
+use k8s_openapi::jiff::Timestamp;
+
 use crate::snapshot::Snapshot;
 use crate::usage::UsageResult;
 
@@ -17,8 +20,18 @@ pub struct Facts {
     pub access: Vec<Access>,
     /// The pods of the chart; an error where the caller may not list them.
     pub components: Served<Vec<Component>>,
+    /// The Deployments and DaemonSets of the chart; an error where the caller may not list them.
+    pub workloads: Served<Vec<Workload>>,
+    /// Why the API server does not reach the usage API; `None` where it does, and where there is none.
+    pub usage_api_fault: Option<String>,
     /// The namespace of these pods.
     pub system: String,
+    /// When the facts were read.
+    pub now: Timestamp,
+    /// The newest warnings about pods that cannot start or end, by the pod's UID.
+    pub warnings: BTreeMap<String, String>,
+    /// The DeviceTaintRules for all drivers or for ours.
+    pub rules: Vec<DeviceTaintRule>,
     pub snapshot: Snapshot,
     /// The use of GPUs.
     pub usage: UsageResult,
@@ -53,6 +66,17 @@ pub struct Component {
     pub images: Vec<String>,
 }
 
+/// A Deployment or DaemonSet of the chart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Workload {
+    /// `Deployment` or `DaemonSet`.
+    pub kind: &'static str,
+    pub name: String,
+    pub component: String,
+    /// How many pods it should have: its replicas, or the nodes that it matches.
+    pub wanted: usize,
+}
+
 impl Default for Facts {
     /// Nothing is known.
     fn default() -> Self {
@@ -62,7 +86,12 @@ impl Default for Facts {
             gates: Err(String::new()),
             access: Vec::new(),
             components: Err(String::new()),
+            workloads: Err(String::new()),
+            usage_api_fault: None,
             system: String::new(),
+            now: Timestamp::UNIX_EPOCH,
+            warnings: BTreeMap::new(),
+            rules: Vec::new(),
             snapshot: Snapshot::default(),
             usage: Err(String::new()),
         }

@@ -57,6 +57,9 @@ pub struct Free {
     #[serde(rename = "gpuUUID")]
     pub gpu_uuid: String,
     pub node: String,
+    /// Why no claim can get it: the reason of its GpuNode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub withheld: Option<String>,
 }
 
 /// No object has the given name.
@@ -75,6 +78,8 @@ pub enum NotFound {
     },
     #[error("no GPU or device is called {0}: list them with `kubectl tranche get gpus`")]
     Gpu(String),
+    #[error("Tranche knows no GPUs of a node {0}: list the nodes with `kubectl tranche get nodes`")]
+    Node(String),
 }
 
 pub fn answer(model: &Model, question: &Question) -> Result<Listing, NotFound> {
@@ -82,7 +87,7 @@ pub fn answer(model: &Model, question: &Question) -> Result<Listing, NotFound> {
     let items = match kind {
         Kind::Claims => claims(model, name.as_deref(), scope),
         Kind::Pods => pods(model, name.as_deref(), scope),
-        Kind::Gpus => gpus(model, name.as_deref()),
+        Kind::Gpus | Kind::Nodes => gpus(model, name.as_deref()),
     };
     match name {
         Some(name) if items.is_empty() => Err(not_found(*kind, name, scope)),
@@ -98,6 +103,7 @@ fn not_found(kind: Kind, name: &str, scope: &Scope) -> NotFound {
         Kind::Claims => "claim",
         Kind::Pods => "pod",
         Kind::Gpus => return NotFound::Gpu(name.to_owned()),
+        Kind::Nodes => return NotFound::Node(name.to_owned()),
     };
     NotFound::InNamespace {
         kind,
@@ -196,6 +202,7 @@ fn of_gpu(node: &Node, gpu: &Gpu, name: Option<&str>) -> Vec<Row> {
         free: Some(Free {
             gpu_uuid: gpu.uuid.clone(),
             node: node.name.clone(),
+            withheld: gpu.withheld_whole().map(str::to_owned),
         }),
     }]
 }
@@ -281,7 +288,7 @@ impl Row {
             "CLAIM" => self.claim.clone(),
             "POD" | "PODS" => self.pods.join(","),
             "STATE" => or_dash(self.state.map(State::as_str)),
-            "TIER" => device.map_or_else(|| self.without_device(), tier),
+            "TIER" => device.map_or_else(|| self.without_device(), ClaimDevice::kind),
             "MEMORY" => or_dash(device.and_then(|it| it.memory).map(bytes)),
             "CORES" => or_dash(device.and_then(|it| it.cores)),
             "NODE" => or_dash(
@@ -306,18 +313,13 @@ impl Row {
 
     /// The classes of a claim that waits; `free` for a GPU.
     fn without_device(&self) -> String {
-        match self.free {
-            Some(_) => "free".to_owned(),
+        match &self.free {
+            Some(free) => match &free.withheld {
+                Some(reason) => format!("not offered ({reason})"),
+                None => "free".to_owned(),
+            },
             None => self.classes.join(","),
         }
-    }
-}
-
-fn tier(device: &ClaimDevice) -> String {
-    let admin = if device.is_admin { " (admin)" } else { "" };
-    match &device.profile {
-        Some(profile) => format!("{} {profile}{admin}", device.tier),
-        None => format!("{}{admin}", device.tier),
     }
 }
 

@@ -18,6 +18,7 @@
 pub mod args;
 pub mod cluster;
 pub mod collect;
+pub mod cordon;
 pub mod cost;
 pub mod doctor;
 pub mod evidence;
@@ -31,12 +32,14 @@ pub mod output;
 mod pods;
 pub mod recommend;
 mod run;
+mod serving;
 pub mod snapshot;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod top;
 pub mod ui;
 pub mod usage;
+mod version;
 mod watch;
 
 pub use run::run;

@@ -3,7 +3,7 @@
 use serde::Serialize;
 use tranche_api::Tier;
 
-use crate::model::{AllocatedDevice, Gpu, Model, Room};
+use crate::model::{AllocatedDevice, Gpu, Model, Room, Tenant};
 use crate::output::{Block, Tone, View, bytes};
 use crate::top::{free, size, use_of};
 use crate::usage::Used;
@@ -50,6 +50,12 @@ pub struct GpuMap {
     /// What is used of it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub used: Option<Used>,
+    /// The claims that only observe it (admin access), with what they use.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub observers: Vec<String>,
+    /// Why none of it is offered: the reason of its GpuNode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub withheld: Option<String>,
 }
 
 /// A part of a bar.
@@ -104,6 +110,8 @@ fn gpu_map(gpu: &Gpu) -> GpuMap {
         segments: segments(gpu),
         room: gpu.room.clone(),
         used: gpu.used,
+        observers: gpu.observers().map(named).collect(),
+        withheld: gpu.withheld_whole().map(str::to_owned),
     }
 }
 
@@ -163,6 +171,15 @@ fn of_device(held: &AllocatedDevice) -> Content {
     Content::Held {
         tenants: tenants.flatten().collect(),
         profile: held.profile.clone(),
+    }
+}
+
+/// A claim that only observes, with what it uses.
+fn named(tenant: &Tenant) -> String {
+    let name = format!("{}/{}", tenant.namespace, tenant.claim);
+    match tenant.used {
+        Some(used) => format!("{name} (uses {})", use_of(used)),
+        None => name,
     }
 }
 
@@ -311,13 +328,15 @@ impl View for Map {
 impl GpuMap {
     fn lines(&self, pen: &Pen, is_wide: bool) -> Vec<Block> {
         let uuid = if is_wide { &self.uuid } else { &self.short };
-        let tier = self.tier.map_or("free", Tier::as_str);
+        let idle = if self.withheld.is_some() { "-" } else { "free" };
+        let tier = self.tier.map_or(idle, Tier::as_str);
         let tone = match (
             &self.room,
             self.segments
                 .iter()
                 .any(|it| it.content == Content::Stranded),
         ) {
+            _ if self.withheld.is_some() => Tone::Warning,
             (Room::All, _) => Tone::Good,
             (Room::NotOffered, _) | (_, true) => Tone::Warning,
             _ => Tone::Plain,
@@ -327,7 +346,10 @@ impl GpuMap {
             pen.bar(&self.segments),
             self.product,
             size(self.memory),
-            free(&self.room)
+            match &self.withheld {
+                Some(reason) => format!("not offered ({reason})"),
+                None => free(&self.room),
+            }
         );
         let first = match self.used {
             Some(used) => format!("{first}, used: {}", use_of(used)),
@@ -346,6 +368,10 @@ impl GpuMap {
                 profile.collect::<String>(),
                 tenants.join(", ")
             );
+            lines.push(Block::plain(text));
+        }
+        if !self.observers.is_empty() {
+            let text = format!("    admin access: {}", self.observers.join(", "));
             lines.push(Block::plain(text));
         }
         lines

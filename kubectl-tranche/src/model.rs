@@ -194,6 +194,19 @@ impl Tenant {
 }
 
 impl Gpu {
+    /// The claims with admin access.
+    pub fn observers(&self) -> impl Iterator<Item = &Tenant> {
+        let tenants = self.held.iter().flat_map(|held| &held.tenants);
+        tenants.filter(|tenant| tenant.device.is_admin)
+    }
+
+    /// Why none of it is offered: one word in CamelCase.
+    #[must_use]
+    pub fn withheld_whole(&self) -> Option<&str> {
+        let mut whole = self.withheld.iter().filter(|it| it.tiers.is_empty());
+        whole.next().map(|it| it.reason.as_str())
+    }
+
     /// All tenants, without those with admin access.
     pub fn tenants(&self) -> impl Iterator<Item = &Tenant> {
         self.held.iter().flat_map(AllocatedDevice::holders)

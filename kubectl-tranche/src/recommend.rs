@@ -51,6 +51,14 @@ pub enum AnswerError {
     /// A question that nobody answered.
     #[error("unanswered: {text} Add {known}")]
     Missing { text: &'static str, known: String },
+    /// Questions that nobody answered, off a terminal.
+    #[error("unanswered: {questions}\nadd the answers, such as {example}")]
+    AllMissing {
+        /// A line for each question that may follow, in order.
+        questions: String,
+        /// The first question's first answer.
+        example: String,
+    },
     /// The pod has no GPU of ours.
     #[error(
         "pod {namespace}/{pod} holds no GPU by a claim: check its name and --namespace, or answer the questions without --pod"
@@ -140,6 +148,41 @@ pub fn missing(question: &Question) -> Result<&'static Choice, AnswerError> {
     Err(AnswerError::Missing {
         text: question.text,
         known: question.known(),
+    })
+}
+
+/// The same, with all questions that may follow, so that a script needs one run and not one for each.
+pub fn all_missing(question: &Question) -> Result<&'static Choice, AnswerError> {
+    let mut names = vec![question.name];
+    for it in TREE {
+        if names.contains(&it.name) {
+            let next = it.choices.iter().filter_map(|choice| match choice.next {
+                Next::Ask(next) => Some(next.name),
+                Next::Leaf(_) => None,
+            });
+            names.extend(next);
+        }
+    }
+    let asked = TREE.iter().filter(|it| names.contains(&it.name));
+    let lines: Vec<String> = asked
+        .map(|it| {
+            let choices = it.choices.iter().map(|choice| {
+                let then = match choice.next {
+                    Next::Ask(next) => format!("; then {}", next.name),
+                    Next::Leaf(_) => String::new(),
+                };
+                format!(
+                    "\n    {}={}: {}{then}",
+                    it.name, choice.answer, choice.meaning
+                )
+            });
+            format!("\n  {}{}", it.text, choices.collect::<String>())
+        })
+        .collect();
+    let first = question.choices.first().map(|it| it.answer);
+    Err(AnswerError::AllMissing {
+        questions: lines.concat(),
+        example: format!("{}={}", question.name, first.unwrap_or_default()),
     })
 }
 

@@ -9,8 +9,8 @@ use clap::CommandFactory;
 use futures::future::try_join;
 
 use crate::args::{
-    Args, Command, CostArgs, CostCommand, ExplainArgs, GetArgs, MapArgs, RecommendArgs, ScopeArgs,
-    TopArgs, WatchArgs,
+    Args, Command, CostArgs, CostCommand, DrainArgs, ExplainArgs, GetArgs, Kind, MapArgs,
+    RecommendArgs, ScopeArgs, TargetArgs, TopArgs, TopKind, WatchArgs, WordsError,
 };
 use crate::cluster::{Cluster, ConnectError, Connection};
 use crate::cost::{Calculator, CalculatorError, Prices};
@@ -19,7 +19,8 @@ use crate::output::{self, Block, Format, FormatError, Tone, View};
 use crate::recommend::AnswerError;
 use crate::snapshot::{Cause, Gap, Resource, Scope, Snapshot};
 use crate::usage::Usage;
-use crate::{collect, cost, doctor, explain, get, map, recommend, top, ui, usage, watch};
+use crate::version::Version;
+use crate::{collect, cordon, cost, doctor, explain, get, map, recommend, top, ui, usage, watch};
 
 /// Why a command has no result: one line.
 #[derive(Debug, thiserror::Error)]
@@ -34,6 +35,10 @@ enum Failure {
     Ui(#[from] ui::UiError),
     #[error(transparent)]
     Explain(#[from] explain::Error),
+    #[error(transparent)]
+    Cordon(#[from] cordon::Error),
+    #[error(transparent)]
+    Words(#[from] WordsError),
     #[error(transparent)]
     Format(#[from] FormatError),
     #[error(transparent)]
@@ -72,6 +77,10 @@ async fn dispatch(args: Args) -> Result<ExitCode, Failure> {
         Command::Cost(cost) => Box::pin(run_cost(&connection, cost, output)).await,
         Command::Recommend(it) => Box::pin(run_recommend(&connection, it, output)).await,
         Command::Doctor => Box::pin(run_doctor(&connection, output)).await,
+        Command::Cordon(it) => Box::pin(run_cordon(&connection, it, true, output)).await,
+        Command::Uncordon(it) => Box::pin(run_cordon(&connection, it, false, output)).await,
+        Command::Drain(it) => Box::pin(run_drain(&connection, it, output)).await,
+        Command::Version { client } => Box::pin(run_version(&connection, client, output)).await,
         Command::Collect { file } => Box::pin(run_collect(&connection, file, output)).await,
         Command::Ui(args) => {
             let cluster = connection.connect().await?;
@@ -94,7 +103,11 @@ async fn run_get(
     args: GetArgs,
     format: Format,
 ) -> Result<ExitCode, Failure> {
+    let (kind, name) = args.question()?;
     let cluster = connection.connect().await?;
+    if kind == Kind::Nodes {
+        return Box::pin(get_nodes(&cluster, name.as_deref(), format)).await;
+    }
     let scope = scope(connection, args.scope, &cluster);
     let asked = [
         Resource::GpuNodes,
@@ -103,20 +116,34 @@ async fn run_get(
         Resource::DeviceClasses,
     ];
     // The pods of a GPU may be in any namespace.
-    let read = match args.kind {
-        crate::args::Kind::Gpus => Scope::All,
+    let read = match kind {
+        Kind::Gpus => Scope::All,
         _ => scope.clone(),
     };
     let snapshot = read_all(&cluster, &asked, read).await?;
     // `get` shows no use.
     let usage = Ok(Usage::default());
     let model = Model::new(&snapshot, &usage);
-    let question = get::Question {
-        kind: args.kind,
-        name: args.name,
-        scope,
-    };
+    let question = get::Question { kind, name, scope };
     let answer = get::answer(&model, &question)?;
+    show(&answer, format, &notes(&snapshot, &usage))
+}
+
+/// The rows of `top nodes`, once.
+async fn get_nodes(
+    cluster: &Cluster,
+    name: Option<&str>,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    let (snapshot, usage) = read_with_use(cluster, &GPUS, Scope::All).await?;
+    let mut model = Model::new(&snapshot, &usage);
+    if let Some(name) = name {
+        model.nodes.retain(|node| node.name == name);
+        if model.nodes.is_empty() {
+            return Err(get::NotFound::Node(name.to_owned()).into());
+        }
+    }
+    let answer = top::answer(&model, TopKind::Nodes, &Scope::All);
     show(&answer, format, &notes(&snapshot, &usage))
 }
 
@@ -226,7 +253,7 @@ async fn run_recommend(
     let ask = if is_interactive {
         ask
     } else {
-        recommend::missing
+        recommend::all_missing
     };
     let (leaf, path) = recommend::walk(&answers, ask)?;
     let namespace = connection.namespace.as_deref();
@@ -275,6 +302,87 @@ async fn run_doctor(connection: &Connection, format: Format) -> Result<ExitCode,
     })
 }
 
+/// Reads what is needed to find a GPU or a node.
+async fn target(cluster: &Cluster, name: &str) -> Result<cordon::Target, Failure> {
+    let asked = [
+        Resource::GpuNodes,
+        Resource::ResourceSlices,
+        Resource::ResourceClaims,
+    ];
+    let snapshot = read_all(cluster, &asked, Scope::All).await?;
+    let model = Model::new(&snapshot, &Ok(Usage::default()));
+    Ok(cordon::Target::find(name, &snapshot, &model)?)
+}
+
+async fn run_cordon(
+    connection: &Connection,
+    args: TargetArgs,
+    is_wanted: bool,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    let cluster = connection.connect().await?;
+    let target = Box::pin(target(&cluster, &args.target)).await?;
+    let rules = cordon::existing(&cluster).await?;
+    let (missing, superfluous) = if is_wanted {
+        target.check()?;
+        (target.missing(&rules), Vec::new())
+    } else {
+        (Vec::new(), target.own_rules(&rules))
+    };
+    cordon::apply(&cluster, &missing, &superfluous).await?;
+    let changed = missing.len() + superfluous.len();
+    let mut answer = cordon::Cordoned::new(&target, is_wanted, changed);
+    if !is_wanted {
+        answer.still_cordoned = target.still_cordoned(&rules);
+    }
+    show(&answer, format, &[])
+}
+
+async fn run_drain(
+    connection: &Connection,
+    args: DrainArgs,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    let cluster = connection.connect().await?;
+    let target = Box::pin(target(&cluster, &args.target.target)).await?;
+    if !args.dry_run {
+        let rules = cordon::existing(&cluster).await?;
+        cordon::apply(&cluster, &target.missing(&rules), &[]).await?;
+    }
+    let how = cordon::Drain {
+        timeout: Duration::from_secs(args.timeout),
+        force: args.force,
+        dry_run: args.dry_run,
+    };
+    let drained = Box::pin(cordon::drain(&cluster, &target, how)).await?;
+    show(&drained, format, &[])?;
+    Ok(if drained.left.is_empty() || args.dry_run {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
+}
+
+async fn run_version(
+    connection: &Connection,
+    is_client_only: bool,
+    format: Format,
+) -> Result<ExitCode, Failure> {
+    let mut version = Version::of_client();
+    let mut notes = Vec::new();
+    if !is_client_only {
+        let cluster = connection.connect().await?;
+        match cluster.version().await {
+            Ok(of_cluster) => version.kubernetes = Some(of_cluster),
+            Err(why) => notes.push(format!("the API server does not tell its version: {why}")),
+        }
+        let snapshot = Box::pin(cluster.read(&[Resource::GpuNodes], Scope::All)).await;
+        version.add_plugins(&snapshot);
+        notes.extend(snapshot.gaps.iter().map(|gap| gap.message.clone()));
+    }
+    show(&version, format, &notes)
+}
+
 async fn run_collect(
     connection: &Connection,
     file: Option<PathBuf>,
@@ -315,7 +423,8 @@ async fn run_explain(
     format: Format,
 ) -> Result<ExitCode, Failure> {
     let cluster = connection.connect().await?;
-    let (facts, snapshot) = Box::pin(explain::read(&cluster, &args.name)).await?;
+    let (kind, name) = args.subject()?;
+    let (facts, snapshot) = Box::pin(explain::read(&cluster, kind, name)).await?;
     let model = Model::new(&snapshot, &Ok(Usage::default()));
     let explanation = explain::explain(&facts, &model);
     show(&explanation, format, &facts.gaps)

@@ -107,6 +107,16 @@ impl World {
         let a: Vec<_> = (0..2).map(|nth| h100(&uuid('a', nth), nth)).collect();
         world.node("node-a", a);
         world.node("node-b", vec![t4(&uuid('b', 0), 0)]);
+        for node in ["node-a", "node-b"] {
+            world.pods.push(object(json!({
+                "metadata": {
+                    "namespace": "tranche-system", "name": format!("plugin-{node}"),
+                    "labels": {"app.kubernetes.io/component": "node-plugin"},
+                },
+                "spec": {"containers": [], "nodeName": node},
+                "status": {"conditions": [{"type": "Ready", "status": "True"}]},
+            })));
+        }
         world
     }
 

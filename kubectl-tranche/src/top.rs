@@ -56,6 +56,12 @@ pub struct GpuRow {
     pub tier: Option<Tier>,
     /// Claims on it.
     pub claims: usize,
+    /// Claims that only observe it (admin access).
+    #[serde(skip_serializing_if = "is_zero")]
+    pub observers: usize,
+    /// Why none of it is offered: the reason of its GpuNode.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub withheld: Option<String>,
     /// How much of it is allocated.
     #[serde(flatten)]
     pub amounts: Amounts,
@@ -125,6 +131,8 @@ fn gpu(node: &Node, gpu: &Gpu) -> GpuRow {
         product: gpu.product.clone(),
         tier: gpu.tier,
         claims: gpu.tenants().count(),
+        observers: gpu.observers().count(),
+        withheld: gpu.withheld_whole().map(str::to_owned),
         amounts: gpu.amounts(),
         room: gpu.room.clone(),
         used: gpu.used,
@@ -132,9 +140,10 @@ fn gpu(node: &Node, gpu: &Gpu) -> GpuRow {
 }
 
 fn pods(model: &Model, scope: &Scope) -> Vec<PodRow> {
-    let tenants = model
-        .gpus()
-        .flat_map(|(_, gpu)| gpu.tenants().map(move |tenant| (gpu, tenant)));
+    let tenants = model.gpus().flat_map(|(_, gpu)| {
+        let tenants = gpu.held.iter().flat_map(|held| &held.tenants);
+        tenants.map(move |tenant| (gpu, tenant))
+    });
     let mut rows: Vec<PodRow> = tenants
         .filter(|(_, tenant)| scope.has(&tenant.namespace))
         .flat_map(|(gpu, tenant)| {
@@ -251,6 +260,7 @@ fn gpu_table(gpus: &[GpuRow], is_wide: bool) -> Table {
         let amounts = &row.amounts;
         let is_stranded = amounts.stranded_memory > 0 || amounts.stranded_cores > 0;
         let tone = match (&row.room, is_stranded) {
+            _ if row.withheld.is_some() => Tone::Warning,
             (Room::All, _) => Tone::Good,
             (Room::NotOffered, _) | (_, true) => Tone::Warning,
             _ => Tone::Plain,
@@ -261,10 +271,16 @@ fn gpu_table(gpus: &[GpuRow], is_wide: bool) -> Table {
             uuid.to_owned(),
             row.product.clone(),
             or_dash(row.tier),
-            row.claims.to_string(),
+            match row.observers {
+                0 => row.claims.to_string(),
+                observers => format!("{}, {observers} admin", row.claims),
+            },
             size(amounts.memory),
             of(amounts.allocated_memory, amounts.memory),
-            free(&row.room),
+            match &row.withheld {
+                Some(reason) => format!("not offered ({reason})"),
+                None => free(&row.room),
+            },
             stranded(&row.room),
             or_dash(row.used.map(|used| size(used.memory))),
             time(row.used),
@@ -286,6 +302,7 @@ fn pod_table(pods: &[PodRow], is_wide: bool) -> Table {
         "NODE",
         "GPU",
         "MEMORY",
+        "CONTEXT",
         "CORES",
         "USED",
         "TIME",
@@ -306,13 +323,11 @@ fn pod_table(pods: &[PodRow], is_wide: bool) -> Table {
             tenant.namespace.clone(),
             pod.clone(),
             tenant.claim.clone(),
-            match &device.profile {
-                Some(profile) => format!("{} {profile}", device.tier),
-                None => device.tier.to_string(),
-            },
+            device.kind(),
             device.node.clone(),
             uuid.to_owned(),
             or_dash(device.memory.map(bytes)),
+            or_dash(device.context_memory.map(size)),
             or_dash(device.cores.map(|cores| format!("{cores}%"))),
             or_dash(tenant.used.map(|used| size(used.memory))),
             time(tenant.used),
@@ -325,6 +340,14 @@ fn pod_table(pods: &[PodRow], is_wide: bool) -> Table {
         table.row(Tone::Plain, cells);
     }
     table
+}
+
+#[expect(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes a reference"
+)]
+const fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 /// Bytes for columns: at most one decimal.

@@ -20,11 +20,12 @@ const ASKED: Duration = Duration::from_millis(100);
 const ASKED_AT_MOST: u32 = 3000;
 /// The controllers that the chart, the examples and the tests need. The controller of nodes' health is not among them: nobody sends
 /// heartbeats.
-const CONTROLLERS: [&str; 10] = [
+const CONTROLLERS: [&str; 11] = [
     "clusterrole-aggregation-controller",
     "daemonset-controller",
     "deployment-controller",
     "device-taint-eviction-controller",
+    "disruption-controller",
     "garbage-collector-controller",
     "namespace-controller",
     "pod-garbage-collector-controller",

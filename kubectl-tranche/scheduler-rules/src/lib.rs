@@ -38,7 +38,7 @@ pub use node::{matches as term_matches, selects as selector_matches};
 pub use problem::Problem;
 pub use search::MOST_STEPS;
 pub use selector::Selectors;
-pub use taint::add_rules as add_taint_rules;
+pub use taint::{add_rules as add_taint_rules, name_rules as name_taint_rules};
 pub use verdict::{
     DeviceId, DeviceReport, Granted, Holder, Obstacle, PoolProblem, Release, Report, RequestReport,
     Verdict,

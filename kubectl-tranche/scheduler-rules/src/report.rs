@@ -143,6 +143,7 @@ fn obstacle<'a>(
             key: taint.key.clone(),
             value: taint.value.clone().filter(|value| !value.is_empty()),
             effect: taint.effect.clone(),
+            rule: None,
         },
         Blocked::Constraint(number) => Obstacle::Constraint {
             constraint: search.claims[claim].constraints[number].text(),

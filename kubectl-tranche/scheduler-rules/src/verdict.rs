@@ -172,6 +172,9 @@ pub enum Obstacle {
         value: Option<String>,
         /// `NoSchedule` or `NoExecute`.
         effect: String,
+        /// The DeviceTaintRule that it comes from, as [`name_taint_rules`](super::name_taint_rules) finds it.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        rule: Option<String>,
     },
     /// The device alone breaks a constraint of the claim: it does not have the attribute.
     Constraint {

@@ -58,6 +58,14 @@ pub enum ConnectError {
         /// Why.
         source: KubeconfigError,
     },
+    /// A file that the variable names cannot be read.
+    #[error("cannot read {}, which KUBECONFIG names: {source}; correct KUBECONFIG, or name a file with --kubeconfig", path.display())]
+    Variable {
+        /// Its path.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
     /// The context, cluster or user does not exist.
     #[error(
         "the kubeconfig does not describe the cluster: {0}; check --context, --cluster, --user and `kubectl config view`"
@@ -109,10 +117,33 @@ impl Connection {
         }
         match Config::from_kubeconfig(&options).await {
             Ok(config) => Ok(config),
+            Err(KubeconfigError::ReadConfig(source, path))
+                if std::env::var_os("KUBECONFIG").is_some_and(|it| !it.is_empty()) =>
+            {
+                Err(ConnectError::Variable { path, source })
+            }
             Err(KubeconfigError::ReadConfig(..) | KubeconfigError::FindPath) => {
                 Config::incluster().map_err(|_| ConnectError::NoKubeconfig)
             }
             Err(error) => Err(ConnectError::Context(error)),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_file_is_named() {
+        let error = ConnectError::Variable {
+            path: "/nowhere/config".into(),
+            source: std::io::ErrorKind::NotFound.into(),
+        };
+        let text = error.to_string();
+        assert!(
+            text.starts_with("cannot read /nowhere/config, which KUBECONFIG names"),
+            "{text}"
+        );
     }
 }

@@ -9,12 +9,18 @@ use crate::snapshot::{Cause, Gap, Resource};
 /// The gap for an error of the client.
 #[must_use]
 pub fn gap(resource: Resource, error: &kube::Error) -> Gap {
+    gap_in(resource, None, error)
+}
+
+/// The same, for a list of one namespace.
+#[must_use]
+pub fn gap_in(resource: Resource, namespace: Option<&str>, error: &kube::Error) -> Gap {
     let cause = cause(error);
     Gap {
         resource,
         cause,
         is_partial: false,
-        message: message(resource, cause, error),
+        message: message(resource, namespace, cause, error),
     }
 }
 
@@ -33,12 +39,26 @@ fn cause(error: &kube::Error) -> Cause {
     }
 }
 
-fn message(resource: Resource, cause: Cause, error: &kube::Error) -> String {
+fn message(
+    resource: Resource,
+    namespace: Option<&str>,
+    cause: Cause,
+    error: &kube::Error,
+) -> String {
     let verb = resource.verb();
     match cause {
-        Cause::Forbidden => format!(
-            "you may not {verb} {resource}: ask an administrator for the right, or show what you may see with --namespace"
-        ),
+        Cause::Forbidden => match namespace {
+            Some(namespace) => format!(
+                "you may not {verb} {resource} in namespace {namespace}: ask an administrator for the right"
+            ),
+            // Only these commands' lists can be of one namespace.
+            None if matches!(resource, Resource::ResourceClaims | Resource::Pods) => format!(
+                "you may not {verb} {resource}: ask an administrator for the right, or show what you may see with --namespace"
+            ),
+            None => {
+                format!("you may not {verb} {resource}: ask an administrator for the right")
+            }
+        },
         Cause::Unauthenticated => format!(
             "the API server does not accept your credentials ({}): log in again, or choose another --context",
             root(error)
@@ -85,7 +105,7 @@ fn not_served(resource: Resource) -> String {
 }
 
 /// The innermost cause of an error, on one line: the outer ones repeat it.
-pub(super) fn root(error: &(dyn Error + 'static)) -> String {
+pub(crate) fn root(error: &(dyn Error + 'static)) -> String {
     let text = if let Some(kube::Error::Api(status)) = error.downcast_ref() {
         format!("{} {}", status.code, status.message)
     } else {

@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use tranche_api::names::DRIVER;
 use tranche_api::{GpuNode, SharingPolicy};
 
+use super::problem::gap_in;
 use super::{Cluster, gap};
 use crate::snapshot::{Cause, Gap, Resource, Scope, Snapshot};
 
@@ -227,7 +228,7 @@ where
             Ok(request) => client.request::<ObjectList<T>>(request).await,
             Err(error) => Err(error),
         };
-        let page = response.map_err(|error| gap(resource, &error))?;
+        let page = response.map_err(|error| gap_in(resource, api.namespace(), &error))?;
         page.items.into_iter().for_each(&mut take);
         match page.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => params.continue_token = Some(token),

@@ -118,6 +118,23 @@ async fn who_may_list_one_namespace_sees_that_one() {
     );
 }
 
+/// `--namespace` is no way out for who gave it, nor for objects without a namespace.
+#[tokio::test]
+async fn a_way_out_that_was_taken_is_not_advised() {
+    let refused = refusing(&[(CLAIMS_HERE, 403), (GPU_NODES, 403)]);
+    let here = Scope::Namespace("team-a".into());
+    let read = refused.cluster().read(&ALL, here).await;
+    let claims = read.gap(Resource::ResourceClaims).unwrap();
+    assert!(
+        claims.message.contains("in namespace team-a: ask"),
+        "{}",
+        claims.message
+    );
+    for gap in &read.gaps {
+        assert!(!gap.message.contains("--namespace"), "{}", gap.message);
+    }
+}
+
 #[tokio::test]
 async fn a_cluster_without_tranche_or_with_an_old_api_server_is_said() {
     for (paths, words) in [

@@ -1,6 +1,6 @@
 //! The checks.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use k8s_openapi::api::resource::v1::Device;
 use tranche_api::Tier;
@@ -10,7 +10,7 @@ use tranche_driver::slices::FeatureGate;
 
 use super::{Finding, Outcome};
 use crate::facts::Facts;
-use crate::snapshot::{Cause, Resource};
+use crate::snapshot::Cause;
 use crate::usage::notes;
 
 /// The oldest Kubernetes whose default features suffice for the slices.
@@ -23,14 +23,15 @@ pub(super) fn all(facts: &Facts) -> Vec<Finding> {
     findings.extend(gates(facts));
     findings.extend(reads(facts));
     findings.extend(rights(facts));
-    findings.extend(components(facts));
-    findings.extend(nodes(facts));
+    findings.extend(super::components::check(facts));
+    findings.extend(super::nodes::check(facts));
+    findings.extend(super::pods::check(facts));
     findings.extend(dropped(facts));
     findings.extend(usage(facts));
     findings
 }
 
-fn good(check: &'static str, message: impl Into<String>) -> Finding {
+pub(super) fn good(check: &'static str, message: impl Into<String>) -> Finding {
     Finding {
         check,
         outcome: Outcome::Good,
@@ -39,7 +40,7 @@ fn good(check: &'static str, message: impl Into<String>) -> Finding {
     }
 }
 
-fn finding(
+pub(super) fn finding(
     check: &'static str,
     outcome: Outcome,
     message: impl Into<String>,
@@ -53,7 +54,7 @@ fn finding(
     }
 }
 
-fn unknown(check: &'static str, why: &str) -> Finding {
+pub(super) fn unknown(check: &'static str, why: &str) -> Finding {
     finding(check, Outcome::Unknown, why, "")
 }
 
@@ -170,145 +171,6 @@ fn rights(facts: &Facts) -> Vec<Finding> {
         format!("you may not {}", missing.join(", ")),
         "commands leave out what needs these rights; ask an administrator for a ClusterRole with them",
     )]
-}
-
-fn components(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "Tranche's pods";
-    let components = match &facts.components {
-        Ok(components) => components,
-        Err(why) => return vec![unknown(CHECK, why)],
-    };
-    if components.is_empty() {
-        return vec![finding(
-            CHECK,
-            Outcome::Error,
-            format!("there are none in the namespace {}", facts.system),
-            "install the chart, or name its namespace with --system-namespace",
-        )];
-    }
-    let mut by_name: BTreeMap<&str, (usize, Vec<&str>)> = BTreeMap::new();
-    for it in components {
-        let (count, missing) = by_name.entry(&it.component).or_default();
-        *count += 1;
-        if !it.is_ready {
-            missing.push(&it.pod);
-        }
-    }
-    let mut findings: Vec<Finding> = by_name
-        .into_iter()
-        .map(|(name, (count, missing))| {
-            if missing.is_empty() {
-                return good(CHECK, format!("{name}: all {count} are ready"));
-            }
-            finding(
-                CHECK,
-                Outcome::Error,
-                format!(
-                    "{name}: {} of {count} are not ready: {}",
-                    missing.len(),
-                    missing.join(", ")
-                ),
-                format!(
-                    "kubectl describe pod --namespace {} {}",
-                    facts.system, missing[0]
-                ),
-            )
-        })
-        .collect();
-    let versions: BTreeSet<&str> = components
-        .iter()
-        .flat_map(|it| it.images.iter().map(String::as_str))
-        .collect();
-    if versions.len() > 1 {
-        let listed: Vec<_> = versions.into_iter().collect();
-        findings.push(finding(
-            CHECK,
-            Outcome::Warning,
-            format!("they run several images: {}", listed.join(", ")),
-            "wait for the roll-out to end; the MPS supervisor's pods are replaced only when they are deleted",
-        ));
-    }
-    findings
-}
-
-/// The conditions that nodes report: driver, CDI files, competing drivers, journals, slices.
-fn nodes(facts: &Facts) -> Vec<Finding> {
-    const CHECK: &str = "nodes";
-    let snapshot = &facts.snapshot;
-    if snapshot.gap(Resource::GpuNodes).is_some() {
-        return Vec::new();
-    }
-    if snapshot.gpu_nodes.is_empty() {
-        return vec![finding(
-            CHECK,
-            Outcome::Error,
-            "there are no GpuNodes: no plugin has described its node",
-            "label the GPU nodes as nodePlugin.affinity of the chart requires, and look at the log of the node plugin",
-        )];
-    }
-    let mut findings = Vec::new();
-    for node in &snapshot.gpu_nodes {
-        let name = node.metadata.name.as_deref().unwrap_or_default();
-        let Some(status) = &node.status else {
-            let message = format!("{name}: its plugin has not described it yet");
-            let way_out = "look at the log of its node plugin";
-            findings.push(finding(CHECK, Outcome::Warning, message, way_out));
-            continue;
-        };
-        let failed = status.conditions.iter().filter(|it| it.status == "False");
-        for condition in failed {
-            let outcome = match condition.type_.as_str() {
-                tranche_api::conditions::ALL_OFFERED => Outcome::Warning,
-                _ => Outcome::Error,
-            };
-            let message = format!(
-                "{name}: {} is False ({})",
-                condition.type_, condition.reason
-            );
-            findings.push(finding(CHECK, outcome, message, condition.message.clone()));
-        }
-        let Some(published) = &status.published else {
-            let message = format!("{name}: the controller has not published its GPUs");
-            let way_out = "look at the log of the controller";
-            findings.push(finding(CHECK, Outcome::Error, message, way_out));
-            continue;
-        };
-        if !published.problem.is_empty() {
-            let message = format!("{name}: its slices are not correct");
-            findings.push(finding(
-                CHECK,
-                Outcome::Error,
-                message,
-                published.problem.clone(),
-            ));
-        }
-        for withheld in &published.withheld {
-            let tiers: Vec<_> = withheld.tiers.iter().map(|tier| tier.as_str()).collect();
-            let what = if tiers.is_empty() {
-                "all tiers".to_owned()
-            } else {
-                tiers.join(", ")
-            };
-            let message = format!(
-                "{name}: {} is not offered in {what} ({})",
-                withheld.gpu, withheld.reason
-            );
-            findings.push(finding(
-                CHECK,
-                Outcome::Warning,
-                message,
-                withheld.message.clone(),
-            ));
-        }
-    }
-    if findings.is_empty() {
-        let count = snapshot.gpu_nodes.len();
-        findings.push(good(
-            CHECK,
-            format!("all {count} have their driver, and all their GPUs are offered"),
-        ));
-    }
-    findings
 }
 
 /// The fields of slices and claims that an old API server, or one with a feature gate off, dropped.

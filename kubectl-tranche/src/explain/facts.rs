@@ -1,12 +1,15 @@
 //! What was read of a pod or claim and of its cluster.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
-use k8s_openapi::api::resource::v1::{DeviceClass, ResourceClaim, ResourceSlice};
+use k8s_openapi::api::resource::v1::{DeviceClass, DeviceTaintRule, ResourceClaim, ResourceSlice};
+use k8s_openapi::jiff::Timestamp;
 use strsim::levenshtein;
+use tranche_api::GpuNode;
 
 use crate::pods;
+use crate::snapshot::Resource;
 
 /// The object to explain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,6 +71,16 @@ pub struct Facts {
     /// The nodes; without labels and taints if they could not be read.
     pub nodes: Vec<Node>,
     pub quotas: Vec<ResourceQuota>,
+    pub rules: Vec<DeviceTaintRule>,
+    pub gpu_nodes: Vec<GpuNode>,
+    /// The nodes with a pod of the node plugin, and whether it is ready; `None` where the caller may not list these pods.
+    pub plugins: Option<BTreeMap<String, bool>>,
+    /// The newest warning about the pod, if it does not run or is to end.
+    pub warning: Option<String>,
+    /// When the facts were read.
+    pub now: Timestamp,
+    /// What could not be read.
+    pub unread: BTreeSet<Resource>,
     /// What could not be read, a line each.
     pub gaps: Vec<String>,
 }

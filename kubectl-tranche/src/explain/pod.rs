@@ -1,10 +1,13 @@
 //! What keeps a pod from every node or from one, apart from devices.
 
-use k8s_openapi::api::core::v1::{Node, PodSpec, ResourceQuota, Taint, Toleration};
+use k8s_openapi::api::core::v1::{Node, Pod, PodSpec, ResourceQuota, Taint, Toleration};
 use k8s_openapi::api::resource::v1::{DeviceRequest, ResourceClaim};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity as Wire;
+use tranche_driver::extended_resources;
 use tranche_scheduler_rules::{selector_matches, term_matches};
 
 use super::facts::{self, Facts, Source, Subject};
+use crate::snapshot::Resource;
 
 /// The most pods for which a claim can be reserved.
 const MOST_CONSUMERS: usize = 256;
@@ -22,6 +25,7 @@ pub(super) fn obstacles(facts: &Facts) -> Vec<String> {
             ));
         }
     }
+    lines.extend(unserved(facts));
     for (own, source) in facts.sources() {
         match source {
             Source::Named(name) if facts.claim(name).is_none() => {
@@ -42,6 +46,57 @@ pub(super) fn obstacles(facts: &Facts) -> Vec<String> {
         lines.extend(of_claim(facts, claim));
     }
     lines
+}
+
+/// Extended resources that neither a class nor a node's device plugin serves: the scheduler finds a node for them nowhere.
+fn unserved(facts: &Facts) -> Vec<String> {
+    let is_known = |resource| !facts.unread.contains(&resource);
+    let Some(pod) = &facts.pod else {
+        return Vec::new();
+    };
+    if !is_known(Resource::Nodes) || !is_known(Resource::DeviceClasses) || facts.is_placed() {
+        return Vec::new();
+    }
+    let has = |node: &Node, name: &str| {
+        let status = node.status.as_ref();
+        let allocatable = status.and_then(|it| it.allocatable.as_ref());
+        allocatable.is_some_and(|it| it.get(name).is_some_and(is_positive))
+    };
+    let names = extended_resources::names(pod).into_iter();
+    names
+        .filter(|name| is_requested(pod, name))
+        .filter(|name| extended_resources::class_of(name, &facts.classes).is_none())
+        .filter(|name| !facts.nodes.iter().any(|node| has(node, name)))
+        .map(|name| {
+            let way_out = match name.strip_prefix("nvidia.com/") {
+                Some("gpu") => "deviceClasses.extendedResources.gpu of Tranche's chart makes one".to_owned(),
+                Some(mig) if mig.starts_with("mig-") => format!(
+                    "deviceClasses.extendedResources.profiles of Tranche's chart makes one if it has {}",
+                    &mig["mig-".len()..]
+                ),
+                _ => "make one with this extendedResourceName, or ask for a claim".to_owned(),
+            };
+            format!("no DeviceClass and no device plugin serves {name}: {way_out}")
+        })
+        .collect()
+}
+
+fn is_positive(amount: &Wire) -> bool {
+    tranche_api::Quantity::try_from(amount).is_ok_and(tranche_api::Quantity::is_positive)
+}
+
+fn is_requested(pod: &Pod, name: &str) -> bool {
+    let spec = pod.spec.iter();
+    let mut containers = spec.flat_map(|spec| {
+        spec.init_containers
+            .iter()
+            .flatten()
+            .chain(&spec.containers)
+    });
+    containers.any(|it| {
+        let requests = it.resources.as_ref().and_then(|it| it.requests.as_ref());
+        requests.is_some_and(|it| it.get(name).is_some_and(is_positive))
+    })
 }
 
 fn missing(facts: &Facts, kind: &str, name: &str) -> String {

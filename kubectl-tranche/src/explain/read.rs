@@ -2,9 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use futures::future::{join3, join4};
+use futures::future::{join, join3, join4};
 use k8s_openapi::api::core::v1::{Node, Pod, ResourceQuota};
 use k8s_openapi::api::resource::v1::{DeviceTaintRule, ResourceClaimTemplate, ResourceSlice};
+use k8s_openapi::jiff::Timestamp;
 use kube::Api;
 use kube::api::ListParams;
 use tranche_api::names::DRIVER;
@@ -27,16 +28,13 @@ pub enum Error {
     NotFound(#[from] NotFound),
 }
 
-/// Reads the objects. `name` is `pod/NAME`, `claim/NAME`, or a name of either; a pod has precedence.
-pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Error> {
+/// Reads the objects. `kind` is `pod` or `claim`; without it, `name` is of either, and a pod has precedence.
+pub async fn read(
+    cluster: &Cluster,
+    kind: Option<&'static str>,
+    name: &str,
+) -> Result<(Facts, Snapshot), Error> {
     let namespace = cluster.namespace.clone();
-    let (kind, name) = match name.split_once('/') {
-        Some(("pod" | "pods" | "po", name)) => (Some("pod"), name),
-        Some(("claim" | "claims" | "resourceclaim" | "resourceclaims", name)) => {
-            (Some("claim"), name)
-        }
-        _ => (None, name),
-    };
     let asked = [
         Resource::GpuNodes,
         Resource::ResourceClaims,
@@ -60,9 +58,13 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
                 &all,
             ),
         )),
-        list::<Pod>(Resource::Pods, &Api::namespaced(client(), &namespace), &all),
+        join(
+            list::<Pod>(Resource::Pods, &Api::namespaced(client(), &namespace), &all),
+            cluster.plugins(),
+        ),
     )
     .await;
+    let (pods, plugins) = pods;
     // Without templates and quotas a line says less, but the verdict is the same.
     let (slices, rules, templates, quotas) = lists;
     snapshot.gaps.extend(slices.gap);
@@ -96,6 +98,11 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         }
         Subject::Claim(name) => self::waiting_pod(pods, name),
     };
+    let now = Timestamp::now();
+    let warning = match pod.as_ref().filter(|pod| is_to_be_asked_about(pod)) {
+        Some(pod) => cluster.newest_warning(pod).await,
+        None => None,
+    };
     let gaps = snapshot.gaps.iter().map(|gap| gap.message.clone());
     let extended = pod
         .as_ref()
@@ -111,9 +118,22 @@ pub async fn read(cluster: &Cluster, name: &str) -> Result<(Facts, Snapshot), Er
         classes: snapshot.classes.clone(),
         nodes,
         quotas: quotas.objects,
+        rules: rules.objects,
+        gpu_nodes: snapshot.gpu_nodes.clone(),
+        plugins,
+        warning,
+        now,
+        unread: snapshot.gaps.iter().map(|gap| gap.resource).collect(),
         gaps: gaps.chain(missing).collect(),
     };
     Ok((facts, snapshot))
+}
+
+/// Whether a pod has a node, and does not run there or is to end: then its events say why.
+fn is_to_be_asked_about(pod: &Pod) -> bool {
+    let phase = pod.status.as_ref().and_then(|it| it.phase.as_deref());
+    let is_starting = phase == Some("Pending") || !pods::stopped(pod).is_empty();
+    pods::is_placed(pod) && (is_starting || pod.metadata.deletion_timestamp.is_some())
 }
 
 /// The nodes that slices name.

@@ -55,7 +55,12 @@ async fn explained(world: &mut World, name: &str) -> Result<Explanation, String>
     if !world.others.contains_key("/api/v1/nodes") {
         nodes(world, &BTreeMap::new());
     }
-    let read = read(&world.cluster(), name).await;
+    let (kind, name) = match name.split_once('/') {
+        Some(("claim", name)) => (Some("claim"), name),
+        Some((_, name)) => (Some("pod"), name),
+        None => (None, name),
+    };
+    let read = read(&world.cluster(), kind, name).await;
     let (facts, snapshot) = read.map_err(|error| error.to_string())?;
     let model = Model::new(&snapshot, &Err(String::new()));
     Ok(explain(&facts, &model))
@@ -242,6 +247,7 @@ async fn other_obstacles_have_a_line_each() {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
     let text = shown(&explained(&mut world, "templated").await.unwrap());
+    assert!(!text.contains("has room: "), "{text}");
     for part in [
         "the ResourceClaimTemplate quater-gpu does not exist in namespace team-a; there is quarter-gpu",
         "no claim was made from the template quarter-gpu for more: the quota gpus is used up",
@@ -283,4 +289,248 @@ async fn what_may_not_be_read_makes_the_verdict_partial() {
     let error = explained(&mut world, "lrge").await.unwrap_err();
     let expected = "there is no pod or claim lrge in namespace team-a; there is large: check the name and --namespace";
     assert_eq!(error, expected);
+}
+
+/// A pod on `node-a` with the claim of `busy`.
+fn running(world: &mut World, spec: &Value, status: &Value) {
+    let mut all = json!({"nodeName": "node-a"});
+    all.as_object_mut()
+        .unwrap()
+        .extend(spec.as_object().unwrap().clone());
+    pod(world, "team-a/notebook", &["notebook"], &all);
+    let pod = world.pods.last_mut().unwrap();
+    pod.status = Some(object(status.clone()));
+}
+
+fn naming(claims: &Value) -> Value {
+    json!({"containers": [{"name": "main", "resources": {"claims": claims}}]})
+}
+
+#[tokio::test]
+async fn containers_that_do_not_start_come_before_devices() {
+    let mut world = busy();
+    let status = json!({"phase": "Pending", "containerStatuses": [{
+        "name": "main", "image": "", "imageID": "", "ready": false, "restartCount": 2,
+        "state": {"waiting": {
+            "reason": "CreateContainerError",
+            "message": "failed to inject:\nunresolvable CDI devices gpu.tranche.dev/claim=x",
+        }},
+    }]});
+    running(&mut world, &naming(&json!([{"name": "gpu-0"}])), &status);
+    let explanation = explained(&mut world, "notebook").await.unwrap();
+    assert_eq!(explanation.verdict, Conclusion::Stopped);
+    let text = shown(&explanation);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(
+        lines[0],
+        "pod team-a/notebook has its devices, and does not start"
+    );
+    assert!(
+        lines[1].contains("container main cannot start: CreateContainerError: failed to inject: unresolvable CDI devices"),
+        "{text}"
+    );
+    assert!(
+        lines[2].contains("delete the pod") && text.contains("notebook: capped, 20Gi"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn a_pod_that_cannot_end_is_told_what_its_node_lacks() {
+    let mut world = busy();
+    running(
+        &mut world,
+        &naming(&json!([{"name": "gpu-0"}])),
+        &json!({"phase": "Running"}),
+    );
+    let pod = world.pods.last_mut().unwrap();
+    pod.metadata.deletion_timestamp = Some(object(json!("2020-01-01T00:00:00Z")));
+    world
+        .pods
+        .retain(|pod| pod.metadata.name.as_deref() != Some("plugin-node-a"));
+    let explanation = explained(&mut world, "notebook").await.unwrap();
+    assert_eq!(explanation.verdict, Conclusion::Late);
+    let text = shown(&explanation);
+    for part in [
+        "pod team-a/notebook should have ended, and still has its devices\n",
+        "node node-a: no pod of the node plugin is there, and 4 claims are held there",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
+}
+
+#[tokio::test]
+async fn a_container_that_names_no_claim_is_told_that_it_has_no_devices() {
+    let mut world = busy();
+    running(
+        &mut world,
+        &naming(&json!([])),
+        &json!({"phase": "Running"}),
+    );
+    let text = shown(&explained(&mut world, "notebook").await.unwrap());
+    assert!(
+        text.contains("no container names the claim gpu-0 in its resources.claims"),
+        "{text}"
+    );
+
+    let mut world = busy();
+    let two = json!({"containers": [
+        {"name": "main", "resources": {"claims": [{"name": "gpu-0"}]}}, {"name": "sidecar"},
+    ]});
+    running(&mut world, &two, &json!({"phase": "Running"}));
+    let text = shown(&explained(&mut world, "notebook").await.unwrap());
+    assert!(
+        text.contains("container sidecar names no claim in its resources.claims"),
+        "{text}"
+    );
+    assert!(!text.contains("container main"), "{text}");
+}
+
+#[tokio::test]
+async fn claims_of_init_containers_are_held_together_and_lines_are_said_once() {
+    let mut world = World::new();
+    waiting(&mut world);
+    world.pods.pop();
+    let mut names = Vec::new();
+    for name in ["first", "second", "third"] {
+        let mut claim = world.claims[0].clone();
+        claim.metadata.name = Some(name.to_owned());
+        claim.metadata.uid = Some(format!("uid-{name}"));
+        let requests = claim
+            .spec
+            .as_mut()
+            .unwrap()
+            .devices
+            .as_mut()
+            .unwrap()
+            .requests
+            .as_mut();
+        let exactly = requests.unwrap()[0].exactly.as_mut().unwrap();
+        exactly.capacity = Some(object(json!({"requests": {"memory": "70Gi"}})));
+        world.claims.push(claim);
+        names.push(name);
+    }
+    pod(&mut world, "team-a/steps", &names, &json!({}));
+    let explanation = explained(&mut world, "steps").await.unwrap();
+    assert_eq!(explanation.verdict, Conclusion::Waits);
+    let text = shown(&explanation);
+    assert!(
+        text.contains("each of its claims fits alone; but a pod holds all of its claims"),
+        "{text}"
+    );
+    let mut lines: Vec<&str> = text.lines().collect();
+    let count = lines.len();
+    lines.sort_unstable();
+    lines.dedup();
+    assert_eq!(lines.len(), count, "{text}");
+}
+
+#[tokio::test]
+async fn a_taint_is_told_with_its_rule() {
+    let mut world = World::new();
+    waiting(&mut world);
+    let rule = json!({
+        "metadata": {"name": "tranche-cordon-7k2xq"},
+        "spec": {
+            "deviceSelector": {"driver": "gpu.tranche.dev", "pool": "node-a/gpu"},
+            "taint": {"key": "gpu.tranche.dev/cordoned", "effect": "NoSchedule"},
+        },
+    });
+    let rules = json!({"metadata": {}, "items": [rule]});
+    world.others.insert(
+        "/apis/resource.k8s.io/v1/devicetaintrules".to_owned(),
+        rules,
+    );
+    let text = shown(&explained(&mut world, "large").await.unwrap());
+    let part = "has the taint gpu.tranche.dev/cordoned:NoSchedule of the DeviceTaintRule tranche-cordon-7k2xq";
+    assert!(text.contains(part), "{text}");
+}
+
+#[tokio::test]
+async fn a_resource_that_nobody_serves_is_told_with_the_charts_value() {
+    let mut world = busy();
+    waiting(&mut world);
+    let asks = |name: &str| json!({"containers": [{"name": "main", "resources": {"requests": {name: "1"}}}]});
+    pod(&mut world, "team-a/whole", &[], &asks("nvidia.com/gpu"));
+    pod(
+        &mut world,
+        "team-a/part",
+        &[],
+        &asks("nvidia.com/mig-1g.10gb"),
+    );
+    for (name, part) in [
+        (
+            "whole",
+            "serves nvidia.com/gpu: deviceClasses.extendedResources.gpu of Tranche's chart",
+        ),
+        (
+            "part",
+            "deviceClasses.extendedResources.profiles of Tranche's chart makes one if it has 1g.10gb",
+        ),
+    ] {
+        let explanation = explained(&mut world, name).await.unwrap();
+        assert_eq!(explanation.verdict, Conclusion::Waits);
+        let text = shown(&explanation);
+        assert!(
+            text.contains(part) && !text.contains("has room: "),
+            "{text}"
+        );
+    }
+    // A device plugin serves it.
+    let node = json!({"metadata": {"name": "node-a"}, "spec": {}, "status": {"allocatable": {"nvidia.com/gpu": "2"}}});
+    let nodes = json!({"metadata": {}, "items": [node]});
+    world.others.insert("/api/v1/nodes".to_owned(), nodes);
+    let explanation = explained(&mut world, "whole").await.unwrap();
+    assert_eq!(explanation.verdict, Conclusion::Fits);
+}
+
+#[tokio::test]
+async fn who_observes_is_a_neighbour() {
+    let mut world = World::new();
+    let mut result = whole("node-a", "gpu-a0000000");
+    world.claim(
+        "team-a/notebook",
+        &["notebook"],
+        std::slice::from_ref(&result),
+    );
+    result["adminAccess"] = true.into();
+    world.claim("monitoring/exporter", &["exporter"], &[result]);
+    running(
+        &mut world,
+        &naming(&json!([{"name": "gpu-0"}])),
+        &json!({"phase": "Running"}),
+    );
+    let text = shown(&explained(&mut world, "notebook").await.unwrap());
+    let part = "beside monitoring/exporter (admin access: nothing limits what it uses)";
+    assert!(text.contains(part), "{text}");
+}
+
+#[tokio::test]
+async fn a_node_that_nobody_serves_says_so_to_who_waits() {
+    let mut world = World::new();
+    waiting(&mut world);
+    world.slices.clear();
+    let text = shown(&explained(&mut world, "large").await.unwrap());
+    let part = "node node-a: it has 2 GPUs and no ResourceSlice, so that none is offered";
+    assert!(
+        text.contains(part) && !text.contains("no devices"),
+        "{text}"
+    );
+}
+
+#[tokio::test]
+async fn cores_have_no_unit() {
+    let mut world = busy();
+    waiting(&mut world);
+    let spec = world.claims.last_mut().unwrap().spec.as_mut().unwrap();
+    let requests = spec.devices.as_mut().unwrap().requests.as_mut().unwrap();
+    let exactly = requests[0].exactly.as_mut().unwrap();
+    exactly.capacity = Some(object(json!({"requests": {"cores": "1000"}})));
+    let text = shown(&explained(&mut world, "large").await.unwrap());
+    for part in [
+        "needs 1000 of cores",
+        "gives at most 100 of cores to one claim, 1000 needed",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in\n{text}");
+    }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use tranche_api::Quantity;
-use tranche_api::names::{DRIVER, OVERSUBSCRIBED};
+use tranche_api::names::{DRIVER, OVERSUBSCRIBED, capacity};
 use tranche_driver::claim::DeviceName;
 use tranche_scheduler_rules::{DeviceReport, Granted, Holder, Obstacle, RequestReport};
 
@@ -19,6 +19,8 @@ impl View for Explanation {
     fn blocks(&self, is_wide: bool) -> Vec<Block> {
         let mut blocks = vec![Block::Line(self.tone(), self.headline())];
         let line = |text: String| Block::plain(text);
+        let state = self.state.iter();
+        blocks.extend(state.map(|it| Block::Line(Tone::Warning, format!("  {it}"))));
         blocks.extend(self.obstacles.iter().map(|it| line(format!("  {it}"))));
         for has in &self.has {
             blocks.extend(has.lines().into_iter().map(line));
@@ -26,6 +28,11 @@ impl View for Explanation {
         let wants = self.nodes.first().map(|node| &node.requests);
         for request in wants.into_iter().flatten() {
             blocks.push(line(format!("  needs {}", needs(request))));
+        }
+        if self.fits_one_by_one {
+            let text = "each of its claims fits alone; but a pod holds all of its claims from its start to its end, those of its init \
+                containers, too: one claim that all of its containers name in resources.claims is held once";
+            blocks.push(line(format!("  {text}")));
         }
         let most = if is_wide { usize::MAX } else { MOST_NODES };
         for node in self.nodes.iter().take(most) {
@@ -54,9 +61,9 @@ impl View for Explanation {
 impl Explanation {
     fn tone(&self) -> Tone {
         match self.verdict {
-            Conclusion::Allocated | Conclusion::Fits => Tone::Good,
-            Conclusion::Waits | Conclusion::Unjudged => Tone::Warning,
-            Conclusion::Fails => Tone::Bad,
+            Conclusion::Allocated | Conclusion::Fits if self.state.is_empty() => Tone::Good,
+            Conclusion::Stopped | Conclusion::Late | Conclusion::Fails => Tone::Bad,
+            _ => Tone::Warning,
         }
     }
 
@@ -70,6 +77,11 @@ impl Explanation {
         let verdict = match self.verdict {
             Conclusion::Allocated if self.has.is_empty() => "waits for no GPU",
             Conclusion::Allocated => "has its devices",
+            Conclusion::Stopped if self.has.is_empty() => "waits for no GPU, and does not start",
+            Conclusion::Stopped => "has its devices, and does not start",
+            Conclusion::Ending => "is ending",
+            Conclusion::Late if self.has.is_empty() => "should have ended",
+            Conclusion::Late => "should have ended, and still has its devices",
             Conclusion::Fits => "fits: the scheduler should place it now",
             Conclusion::Waits => "waits",
             Conclusion::Fails => "waits: the scheduler stops with an error",
@@ -94,7 +106,7 @@ fn needs(request: &RequestReport) -> String {
     let asked: Vec<String> = request
         .asks
         .iter()
-        .map(|(name, amount)| format!("{amount} of {name}"))
+        .map(|(name, amount)| format!("{} of {name}", amount_of(name, *amount)))
         .collect();
     let amounts = if asked.is_empty() {
         String::new()
@@ -126,20 +138,32 @@ impl NodeExplanation {
         }
         if self.has_devices {
             let got: Vec<String> = self.would_get.iter().flatten().map(granted).collect();
-            lines.push(format!("  node {node}: has room: {}", got.join(", ")));
+            // A pod without a claim gets nothing.
+            if !got.is_empty() {
+                lines.push(format!("  node {node}: has room: {}", got.join(", ")));
+            }
             return lines;
+        }
+        for fault in &self.faults {
+            lines.push(format!("  node {node}: {fault}"));
         }
         // A pod that cannot run on the node need not know that the node lacks devices of the kind.
         if !self.obstacles.is_empty() && !is_wide {
             return lines;
         }
         for request in &self.requests {
-            // The lines about the pools say why there are no devices.
-            if request.devices.is_empty() && !self.pools.is_empty() {
+            // The lines about the pools and the node say why there are no devices.
+            let is_said = !self.pools.is_empty() || !self.faults.is_empty();
+            if request.devices.is_empty() && is_said {
                 continue;
             }
             let several = (self.requests.len() > 1).then_some(request.request.as_str());
-            lines.extend(of_request(node, several, request, is_wide));
+            for line in of_request(node, several, request, is_wide) {
+                // Requests of several claims may have one name.
+                if !lines.contains(&line) {
+                    lines.push(line);
+                }
+            }
         }
         lines
     }
@@ -257,7 +281,7 @@ impl Reason {
 /// The kind of device that the node lacks.
 fn none_of_kind(request: &RequestReport) -> String {
     if request.devices.is_empty() {
-        return "no devices".to_owned();
+        return "no devices: Tranche offers none there".to_owned();
     }
     let selectors = request
         .devices
@@ -311,12 +335,13 @@ fn sentence(report: &DeviceReport, obstacle: &Obstacle) -> String {
             holders,
         } => {
             let amount = left_of(capacity, *left, *total);
+            let wanted = amount_of(capacity, *wanted);
             if holders.is_empty() {
                 format!("{gpu} has {amount}, {wanted} needed: it never has more")
             } else {
                 format!(
                     "{gpu} has {amount}, {wanted} needed; held by {}",
-                    with_amounts(holders)
+                    with_amounts(capacity, holders)
                 )
             }
         }
@@ -335,12 +360,21 @@ fn sentence(report: &DeviceReport, obstacle: &Obstacle) -> String {
             }
             text
         }
-        Obstacle::Taint { key, value, effect } => {
+        Obstacle::Taint {
+            key,
+            value,
+            effect,
+            rule,
+        } => {
             let value = value
                 .as_ref()
                 .map(|value| format!("={value}"))
                 .unwrap_or_default();
-            format!("{gpu} has the taint {key}{value}:{effect}")
+            let text = format!("{gpu} has the taint {key}{value}:{effect}");
+            match rule {
+                Some(rule) => format!("{text} of the DeviceTaintRule {rule}"),
+                None => text,
+            }
         }
         Obstacle::NoSuchCapacity { capacity } => format!("{device} has no capacity {capacity}"),
         Obstacle::AgainstPolicy {
@@ -349,10 +383,12 @@ fn sentence(report: &DeviceReport, obstacle: &Obstacle) -> String {
             most,
         } => match most {
             Some(most) => {
+                let (most, wanted) = (amount_of(capacity, *most), amount_of(capacity, *wanted));
                 format!("{gpu} gives at most {most} of {capacity} to one claim, {wanted} needed")
             }
             None => format!(
-                "{gpu} gives no {wanted} of {capacity}: its request policy has other amounts"
+                "{gpu} gives no {} of {capacity}: its request policy has other amounts",
+                amount_of(capacity, *wanted)
             ),
         },
         Obstacle::Constraint { constraint } => {
@@ -365,7 +401,17 @@ fn sentence(report: &DeviceReport, obstacle: &Obstacle) -> String {
 }
 
 fn left_of(capacity: &str, left: Quantity, total: Quantity) -> String {
+    let (left, total) = (amount_of(capacity, left), amount_of(capacity, total));
     format!("{left} of {total} of {capacity} left")
+}
+
+/// Bytes as people write them; other amounts without a unit: 1000 cores are no `1k`.
+fn amount_of(capacity: &str, amount: Quantity) -> String {
+    let is_bytes = matches!(capacity, capacity::MEMORY | capacity::CONTEXT_MEMORY);
+    match amount.to_count() {
+        Ok(count) if !is_bytes => count.to_string(),
+        _ => amount.to_string(),
+    }
 }
 
 /// `team-a/x, team-b/y and team-c/z`.
@@ -382,9 +428,9 @@ fn names(holders: &[Holder]) -> String {
     list(holders.iter().map(|holder| holder.claim.clone()).collect())
 }
 
-fn with_amounts(holders: &[Holder]) -> String {
+fn with_amounts(capacity: &str, holders: &[Holder]) -> String {
     let parts = holders.iter().map(|holder| match holder.amount {
-        Some(amount) => format!("{} ({amount})", holder.claim),
+        Some(amount) => format!("{} ({})", holder.claim, amount_of(capacity, amount)),
         None => holder.claim.clone(),
     });
     list(parts.collect())
@@ -418,10 +464,7 @@ impl WouldFit {
 impl Has {
     fn lines(&self) -> Vec<String> {
         let device = &self.device;
-        let mut parts = vec![device.profile.as_ref().map_or_else(
-            || device.tier.to_string(),
-            |profile| format!("{} {profile}", device.tier),
-        )];
+        let mut parts = vec![device.kind()];
         parts.extend(device.memory.map(bytes));
         parts.extend(device.cores.map(|cores| format!("{cores} % of the cores")));
         let gpu = device.gpu_uuid.as_deref().unwrap_or(&device.device);
@@ -438,6 +481,9 @@ impl Has {
         )];
         for neighbour in &self.neighbours {
             let mut parts = Vec::new();
+            if neighbour.is_admin {
+                parts.push("admin access: nothing limits what it uses".to_owned());
+            }
             parts.extend(neighbour.memory.map(bytes));
             parts.extend(neighbour.cores.map(|cores| format!("{cores} %")));
             let amounts = if parts.is_empty() {

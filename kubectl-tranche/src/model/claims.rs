@@ -103,6 +103,9 @@ pub struct ClaimDevice {
     /// Percent: the limit of a share, or 100 for a device that is allocated as a whole.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cores: Option<u64>,
+    /// Bytes that the share has beside `memory` for its CUDA contexts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub context_memory: Option<u64>,
     /// `high` or `low`, for a share whose claim asks for it, once its node prepared it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub priority: Option<String>,
@@ -260,6 +263,15 @@ impl ClaimDevice {
         let data_memory = || count(&Wire(told("memory")?));
         let data_cores = || data?.get("cores").and_then(Value::as_u64);
         let pool = result.pool.as_str();
+        // What a claim with admin access takes of a share's capacities limits nothing: its container has the whole device.
+        let is_admin = result.admin_access == Some(true);
+        let memory = share(capacity::MEMORY)
+            .or_else(|| whole(capacity::MEMORY))
+            .or_else(data_memory);
+        let cores = share(capacity::CORES)
+            .or_else(|| whole(capacity::CORES))
+            .or_else(|| data_cores().filter(|_| is_sized));
+        let of_share = |amount: Option<u64>| amount.filter(|_| !is_admin);
         Some(Self {
             request: result.request.clone(),
             node: names::node_of(pool).to_owned(),
@@ -278,16 +290,24 @@ impl ClaimDevice {
                 .placement()
                 .map(|placement| placement.profile.to_string()),
             share_id: result.share_id.clone(),
-            memory: share(capacity::MEMORY)
-                .or_else(|| whole(capacity::MEMORY))
-                .or_else(data_memory),
-            cores: share(capacity::CORES)
-                .or_else(|| whole(capacity::CORES))
-                .or_else(|| data_cores().filter(|_| is_sized)),
+            memory: of_share(memory),
+            cores: of_share(cores),
+            context_memory: of_share(share(capacity::CONTEXT_MEMORY)),
             priority: told("priority"),
             is_ready: status.is_some_and(is_ready),
-            is_admin: result.admin_access == Some(true),
+            is_admin,
         })
+    }
+
+    /// How it is allocated, for people: `capped`, `partition 3g.40gb`, `admin`.
+    #[must_use]
+    pub fn kind(&self) -> String {
+        match (&self.profile, self.is_admin) {
+            (Some(profile), true) => format!("admin {profile}"),
+            (None, true) => "admin".to_owned(),
+            (Some(profile), false) => format!("{} {profile}", self.tier),
+            (None, false) => self.tier.to_string(),
+        }
     }
 }
 

@@ -77,6 +77,23 @@ fn every_question_is_asked_and_every_tier_is_recommended() {
 }
 
 #[test]
+fn who_answers_off_a_terminal_sees_all_that_may_follow() {
+    let given = read(&["machine=container".into(), "data=trusted".into()]).unwrap();
+    let error = walk(&given, all_missing).unwrap_err().to_string();
+    for part in [
+        "size=part",
+        "latency=p99",
+        "gpu=mig",
+        "faults=own",
+        "; then latency",
+        "such as size=whole",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    assert!(!error.contains("machine="), "{error}");
+}
+
+#[test]
 fn the_page_has_the_same_tree() {
     let page = include_str!("../../../docs/choosing.md");
     assert!(

@@ -71,7 +71,7 @@ fn allocated_numbers_need_no_usage() {
         names,
         ["POD", "left", "notebook", "right", "training", "card"]
     );
-    assert_eq!(rows[2][6..], ["20Gi", "25%", "-", "-"]);
+    assert_eq!(rows[2][6..], ["20Gi", "-", "25%", "-", "-"]);
 }
 
 #[test]
@@ -100,7 +100,7 @@ fn usage_is_shown_where_it_is_known() {
     };
     let usage = Ok(usage);
     assert_eq!(shown(TopKind::Gpus, &usage)[1][9..], ["3Gi", "42%"]);
-    assert_eq!(shown(TopKind::Pods, &usage)[2][8..], ["3Gi", "42%"]);
+    assert_eq!(shown(TopKind::Pods, &usage)[2][9..], ["3Gi", "42%"]);
     let model = Model::new(&busy().snapshot(), &usage);
     let wide = text(&answer(&model, TopKind::Pods, &Scope::All), Format::Wide).unwrap();
     assert!(wide.contains("2h 3m"), "{wide}");
@@ -144,6 +144,80 @@ fn pods_of_one_claim_have_their_own_use() {
         rows,
         [("first", Some(2)), ("second", Some(5)), ("third", None)]
     );
+}
+
+/// A program may hold the context memory beside the share's memory, so that USED can be more than MEMORY.
+#[test]
+fn context_memory_has_its_column() {
+    let mut world = World::new();
+    let mut result = share("node-a", "gpu-a0000000-capped", "3Gi", "25");
+    result["consumedCapacity"]["contextMemory"] = "512Mi".into();
+    world.claim("team-a/one", &["one"], &[result]);
+    let model = Model::new(&world.snapshot(), &Err(String::new()));
+    let text = text(&answer(&model, TopKind::Pods, &Scope::All), Format::Table).unwrap();
+    assert!(text.contains("CONTEXT") && text.contains("512Mi"), "{text}");
+}
+
+#[test]
+fn who_observes_is_an_admin_and_has_no_limits() {
+    let mut world = busy();
+    let mut result = share("node-b", "gpu-b0000000-capped", "4935Mi", "6");
+    result["adminAccess"] = true.into();
+    world.claim("monitoring/exporter", &["exporter"], &[result]);
+    let model = Model::new(&world.snapshot(), &Err(String::new()));
+    let shown = |kind| {
+        let text = text(&answer(&model, kind, &Scope::All), Format::Table).unwrap();
+        anstream::adapter::strip_str(&text).to_string()
+    };
+    let pods = shown(TopKind::Pods);
+    let row = pods.lines().find(|it| it.contains("exporter")).unwrap();
+    let cells: Vec<_> = row.split_whitespace().collect();
+    assert_eq!(
+        cells[3..],
+        ["admin", "node-b", "GPU-b0000000", "-", "-", "-", "-", "-"]
+    );
+    assert!(shown(TopKind::Gpus).contains("1, 1 admin"));
+    let map = crate::map::map(&model, true);
+    let map = output_of(&map);
+    assert!(
+        map.contains("    admin access: monitoring/exporter\n"),
+        "{map}"
+    );
+}
+
+fn output_of(map: &crate::map::Map) -> String {
+    let text = text(map, Format::Table).unwrap();
+    anstream::adapter::strip_str(&text).to_string()
+}
+
+#[test]
+fn a_gpu_that_is_withheld_shows_why() {
+    let mut world = World::new();
+    let status = world.gpu_nodes[1].status.as_mut().unwrap();
+    let published = status.published.as_mut().unwrap();
+    published
+        .withheld
+        .push(tranche_api::withheld::WithheldGpu::whole(
+            &crate::testing::uuid('b', 0),
+            "UnownedMemory",
+            "9Gi of its memory is in use by no process".to_owned(),
+        ));
+    let model = Model::new(&world.snapshot(), &Err(String::new()));
+    let gpus = text(&answer(&model, TopKind::Gpus, &Scope::All), Format::Table).unwrap();
+    assert!(gpus.contains("not offered (UnownedMemory)"), "{gpus}");
+    let map = output_of(&crate::map::map(&model, true));
+    assert!(map.contains("free: not offered (UnownedMemory)"), "{map}");
+    let question = crate::get::Question {
+        kind: crate::args::Kind::Gpus,
+        name: Some("GPU-b0".to_owned()),
+        scope: Scope::All,
+    };
+    let got = text(
+        &crate::get::answer(&model, &question).unwrap(),
+        Format::Table,
+    )
+    .unwrap();
+    assert!(got.contains("not offered (UnownedMemory)"), "{got}");
 }
 
 #[test]

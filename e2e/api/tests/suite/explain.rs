@@ -31,7 +31,11 @@ fn states() -> anyhow::Result<usize> {
 
 async fn explain(case: &Case, namespace: &Namespace, name: &str) -> anyhow::Result<Explanation> {
     let cluster = Cluster::new(case.client.clone(), namespace.name(), "tranche-system");
-    let (facts, snapshot) = explain::read(&cluster, name).await?;
+    let (kind, name) = match name.strip_prefix("claim/") {
+        Some(name) => (Some("claim"), name),
+        None => (None, name),
+    };
+    let (facts, snapshot) = explain::read(&cluster, kind, name).await?;
     let model = Model::new(&snapshot, &Err("not asked for".to_owned()));
     Ok(explain::explain(&facts, &model))
 }

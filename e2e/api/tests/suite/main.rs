@@ -3,6 +3,7 @@
 
 mod admission;
 mod controller;
+mod cordon;
 mod examples;
 mod explain;
 mod kubectl;
