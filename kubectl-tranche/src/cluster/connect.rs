@@ -85,6 +85,9 @@ impl Connection {
         let mut config = self.config().await?;
         config.connect_timeout = Some(CONNECT);
         config.read_timeout = Some(ANSWER);
+        // The client would send what the API server refuses with 429 or 503 again for minutes: an eviction that a budget does not
+        // allow, and a list of an API whose server is away.
+        config.default_retry = false;
         // An unused connection does not time out.
         config.reset_reader_on_write = true;
         if let Some(user) = &self.impersonate {
