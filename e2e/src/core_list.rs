@@ -1,4 +1,4 @@
-//! Checks the list of the suite's core, `core.txt`.
+//! Checks the list of the suite's core, `core.txt`, and that each example has its tests.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -36,6 +36,24 @@ fn every_test_of_the_core_is_in_the_suite_once() -> anyhow::Result<()> {
     for test in core() {
         assert!(suite.contains(test), "core.txt: there is no {test}");
         assert!(seen.insert(test), "core.txt: {test} is there twice");
+    }
+    Ok(())
+}
+
+/// Of the suite, and of the tests without a node.
+#[test]
+fn every_example_has_its_tests() -> anyhow::Result<()> {
+    const OF_THE_API: &str = include_str!("../api/tests/suite/examples.rs");
+    let suite = suite()?;
+    for entry in fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../examples"))? {
+        let example = entry?.file_name().to_string_lossy().into_owned();
+        if !example.starts_with(|first: char| first.is_ascii_digit()) {
+            continue;
+        }
+        let test = format!("examples::example_{}", example.replace('-', "_"));
+        assert!(suite.contains(&test), "{example}: there is no {test}");
+        let name = format!("\"{example}\"");
+        assert!(OF_THE_API.contains(&name), "e2e/api: no {example}");
     }
     Ok(())
 }

@@ -91,37 +91,6 @@ async fn label(case: &Case, name: &str, policy: &'static str) -> anyhow::Result<
 }
 
 #[test]
-fn every_example_has_a_test() -> anyhow::Result<()> {
-    let mut found: Vec<_> = std::fs::read_dir(folder())?
-        .filter_map(|entry| Some(entry.ok()?.file_name().to_string_lossy().into_owned()))
-        .filter(|name| name.starts_with(|first: char| first.is_ascii_digit()))
-        .collect();
-    found.sort();
-    ensure!(
-        found
-            == [
-                "01-exclusive",
-                "02-capped-share",
-                "03-two-gpus",
-                "04-partition",
-                "05-partition-by-size",
-                "06-hard",
-                "07-any",
-                "08-first-available",
-                "09-two-partitions",
-                "10-replicas",
-                "11-timeshared",
-                "12-extended-resources",
-                "13-concurrent",
-                "14-virtual-machine",
-                "15-oversubscribed",
-            ],
-        "{found:?}"
-    );
-    Ok(())
-}
-
-#[test]
 fn example_01_exclusive() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let namespace = case.adopt("example-exclusive");
