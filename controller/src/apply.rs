@@ -19,6 +19,7 @@ use tranche_api::names::{API_VERSION, DRIVER, PLUGIN_PODS, pool};
 use tranche_serving::Clock;
 
 use crate::index::NodeView;
+use crate::known::{KnownSlice, trimmed_gpu_node};
 use crate::leader::Leadership;
 use crate::metrics::{Metrics, Outcome, Verb};
 use crate::offered::{self, News};
@@ -27,7 +28,7 @@ use crate::withdrawn::{HeldDevices, ReadDevices, USABLE};
 
 /// The field manager of `status.published`, and the events' reporter.
 const MANAGER: &str = "tranche-controller";
-/// How long a request may take.
+/// How long a read may take. A write has [`Leadership::deadline`].
 const DEADLINE: Duration = Duration::from_secs(10);
 /// Claims in one page of a list.
 const PAGE: u32 = 500;
@@ -53,10 +54,11 @@ pub enum ApplyError {
         message: String,
     },
     /// No answer in time.
-    #[error("{what}: no answer within {} s", DEADLINE.as_secs())]
+    #[error("{what}: no answer within {} s", after.as_secs())]
     Deadline {
         /// Verb and name.
         what: String,
+        after: Duration,
     },
     /// Anything else.
     #[error("{what}: {source}")]
@@ -206,10 +208,15 @@ impl Executor {
         let status = view.gpu_node.as_ref().and_then(|g| g.status.as_ref());
         let stored = status.map_or(&[][..], |status| &status.conditions);
         let condition = offered::condition(published).since(stored, self.clock.now());
+        let mut metadata = json!({"name": node});
+        // A write that a former leader sent late fails.
+        if let Some(version) = view.gpu_node.as_ref().and_then(|it| it.resource_version()) {
+            metadata["resourceVersion"] = json!(version);
+        }
         let body = json!({
             "apiVersion": API_VERSION,
             "kind": "GpuNode",
-            "metadata": {"name": node},
+            "metadata": metadata,
             "status": {"published": published, "conditions": [condition]},
         });
         let params = PatchParams::apply(MANAGER).force();
@@ -261,6 +268,20 @@ impl Executor {
             all.insert(name, (version, slice.spec.devices.unwrap_or_default()));
         }
         Ok(all)
+    }
+
+    /// A slice as it is stored now, by name.
+    pub async fn read_slice(&self, name: &str) -> Result<Option<KnownSlice>, ApplyError> {
+        let what = || format!("read ResourceSlice {name}");
+        let stored = read(what, self.slices.get_opt(name)).await?;
+        Ok(stored.map(|slice| KnownSlice::from(&slice)))
+    }
+
+    /// A node's GpuNode as it is stored now.
+    pub async fn read_gpu_node(&self, name: &str) -> Result<Option<GpuNode>, ApplyError> {
+        let what = || format!("read GpuNode {name}");
+        let stored = read(what, self.gpu_nodes.get_opt(name)).await?;
+        Ok(stored.map(trimmed_gpu_node))
     }
 
     /// Lists all claims once, and returns for each of these nodes the devices of its pool that claims hold.
@@ -337,8 +358,12 @@ impl Executor {
     ) -> Result<T, ApplyError> {
         let what = || format!("{} {resource} {name}", verb.as_str());
         let result = if self.leadership.holds() {
-            match tokio::time::timeout(DEADLINE, request).await {
-                Err(_) => Err(ApplyError::Deadline { what: what() }),
+            let after = self.leadership.deadline();
+            match tokio::time::timeout(after, request).await {
+                Err(_) => Err(ApplyError::Deadline {
+                    what: what(),
+                    after,
+                }),
                 Ok(Err(kube::Error::Api(status))) => Err(match status.code {
                     404 | 409 => ApplyError::Changed { what: what() },
                     400 | 422 => ApplyError::Refused {
@@ -385,7 +410,10 @@ pub(crate) async fn read<T>(
 ) -> Result<T, ApplyError> {
     tokio::time::timeout(DEADLINE, request)
         .await
-        .map_err(|_| ApplyError::Deadline { what: what() })?
+        .map_err(|_| ApplyError::Deadline {
+            what: what(),
+            after: DEADLINE,
+        })?
         .map_err(|source| ApplyError::Request {
             what: what(),
             source,

@@ -12,6 +12,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+use kube::ResourceExt as _;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -22,7 +23,7 @@ use crate::apply::{ApplyError, Executor, Written};
 use crate::feed::Feed;
 use crate::http::Health;
 use crate::idle::Asked;
-use crate::index::{Index, Mark, NodeView};
+use crate::index::{Found, Index, Mark, NodeView};
 use crate::leader::Leadership;
 use crate::metrics::Metrics;
 use crate::mirror::{Version, version};
@@ -48,17 +49,33 @@ const GATHER: Duration = Duration::from_secs(2);
 const LIST_REST: u32 = 20;
 /// The pause after a list of the claims that failed.
 const LIST_RETRY: Duration = Duration::from_secs(2);
-/// How long a write may take to return through the watch before the watches are restarted.
+/// How long a write may take to return through the watch before its object is read by itself.
 const ECHO: Duration = Duration::from_secs(10);
 /// How often the idle loop reports that it is alive.
 const BEAT: Duration = Duration::from_secs(5);
 
 /// A write that the watches have not delivered yet.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 enum Echo {
-    Slice(Version),
+    Slice { name: String, version: Version },
     Gone { name: String, uid: String },
-    GpuNode(Version),
+    GpuNode { name: String, version: Version },
+}
+
+impl Echo {
+    fn name(&self) -> &str {
+        match self {
+            Self::Slice { name, .. } | Self::Gone { name, .. } | Self::GpuNode { name, .. } => name,
+        }
+    }
+}
+
+/// The result of a read of an object whose write the watch did not deliver in time.
+#[derive(Debug)]
+struct ReadBack {
+    node: String,
+    echo: Echo,
+    found: Result<Found, ApplyError>,
 }
 
 /// A node that waits for its writes.
@@ -127,6 +144,7 @@ pub struct Controller {
     working: BTreeMap<String, Mark>,
     resting: BTreeMap<String, Resting>,
     steps: JoinSet<Report>,
+    reads: JoinSet<ReadBack>,
     led: bool,
 }
 
@@ -160,6 +178,7 @@ impl Controller {
             working: BTreeMap::new(),
             resting: BTreeMap::new(),
             steps: JoinSet::new(),
+            reads: JoinSet::new(),
             led: false,
         }
     }
@@ -185,6 +204,7 @@ impl Controller {
                 }
                 Some(Ok(report)) = self.steps.join_next() => self.finish(report),
                 Some(Ok(listed)) = self.claims.list.join_next() => self.claims_are_listed(listed),
+                Some(Ok(read)) = self.reads.join_next() => self.has_read(read),
                 () = self.leadership.changed() => {}
                 () = tokio::time::sleep_until(next) => {}
             }
@@ -219,23 +239,26 @@ impl Controller {
         }
     }
 
-    /// Queues the nodes whose writes the watches delivered.
+    /// Queues the nodes whose writes the watches delivered, and reads what they did not deliver in time.
     fn wake(&mut self) {
         let now = Instant::now();
         let index = &self.index;
-        let mut lost = false;
+        let mut overdue = Vec::new();
         let mut awake = Vec::new();
         self.resting.retain(|node, resting| {
             resting.echoes.retain(|echo| match echo {
-                Echo::Slice(version) => !index.has_slice_write(*version, resting.mark),
+                Echo::Slice { version, .. } => !index.has_slice_write(*version, resting.mark),
                 Echo::Gone { name, uid } => index.has_slice(name, uid),
-                Echo::GpuNode(version) => !index.has_gpu_node_write(*version, resting.mark),
+                Echo::GpuNode { version, .. } => !index.has_gpu_node_write(*version, resting.mark),
             });
             let due = resting.echoes.is_empty();
             if !due && now >= resting.until {
-                tracing::warn!(node, "a write did not return through the watches");
                 resting.until = now + ECHO;
-                lost = true;
+                // The list may be older than what would be read; it is read if the list does not have it either.
+                if !index.is_listing() {
+                    let echoes = resting.echoes.iter().cloned();
+                    overdue.extend(echoes.map(|echo| (node.clone(), echo)));
+                }
             }
             if due {
                 awake.push(node.clone());
@@ -245,8 +268,44 @@ impl Controller {
         for node in awake {
             self.queue.mark(&node, Lane::Prompt, now);
         }
-        if lost {
-            self.feed.relist();
+        for (node, echo) in overdue {
+            tracing::warn!(
+                node,
+                object = echo.name(),
+                "a write did not return through the watch: reading the object"
+            );
+            let executor = self.executor.clone();
+            self.reads.spawn(async move {
+                let found = match &echo {
+                    Echo::Slice { name, .. } | Echo::Gone { name, .. } => {
+                        executor.read_slice(name).await.map(Found::Slice)
+                    }
+                    Echo::GpuNode { name, .. } => {
+                        let found = executor.read_gpu_node(name).await;
+                        found.map(|node| Found::GpuNode(node.map(Box::new)))
+                    }
+                };
+                ReadBack { node, echo, found }
+            });
+        }
+    }
+
+    /// What was read is as new as the write, whatever the watch has delivered.
+    fn has_read(&mut self, read: ReadBack) {
+        let ReadBack { node, echo, found } = read;
+        match found {
+            // Tried again with the next overdue echo.
+            Err(error) => {
+                tracing::warn!(node, object = echo.name(), %error, "cannot read an object that was written");
+            }
+            Ok(_) if self.index.is_listing() => {}
+            Ok(found) => {
+                let nodes = self.index.read(echo.name(), found);
+                self.mark(nodes, false);
+                if let Some(resting) = self.resting.get_mut(&node) {
+                    resting.echoes.retain(|waiting| *waiting != echo);
+                }
+            }
         }
     }
 
@@ -468,7 +527,10 @@ async fn execute(
         Step::Record(record) => match executor.record(&view, &record).await {
             Err(error) => Err(error),
             Ok(stored) => {
-                echoes.push(Echo::GpuNode(version(&stored)));
+                echoes.push(Echo::GpuNode {
+                    name: view.name.clone(),
+                    version: version(&stored),
+                });
                 let status = stored.status.unwrap_or_default();
                 memory.recorded(&record, &status.published.unwrap_or_default());
                 tracing::info!(
@@ -519,7 +581,10 @@ async fn write_all(
     for write in writes {
         match executor.write(write).await? {
             Written::Stored { sent, stored } => {
-                echoes.push(Echo::Slice(version(stored.as_ref())));
+                echoes.push(Echo::Slice {
+                    name: stored.name_any(),
+                    version: version(stored.as_ref()),
+                });
                 if memory.answered(&sent, &stored) {
                     tracing::warn!(
                         slice = stored.metadata.name,

@@ -1,16 +1,12 @@
 //! The watches, as one stream of observations.
 //!
-//! Each watch ends and begins again with a list once or twice an hour, at a random moment, and whenever a
-//! write does not come back through it. The list finds what the watch lost.
+//! A watch that fails, or is silent for too long, goes on where it was, and lists again only if the API server does not know that
+//! version any more.
 //!
 //! Only the parts of an object that decisions need are passed on ([`crate::known`]); the rest is dropped with
 //! the list's page or the event.
 
-use std::collections::hash_map::RandomState;
 use std::fmt::Debug;
-use std::hash::BuildHasher;
-use std::sync::Arc;
-use std::time::Duration;
 
 use futures::{Stream, StreamExt};
 use k8s_openapi::api::core::v1::Node;
@@ -19,7 +15,7 @@ use kube::core::PartialObjectMeta;
 use kube::runtime::WatchStreamExt;
 use kube::runtime::watcher::{self, Event};
 use kube::{Api, Client};
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::mpsc;
 use tracing::{Instrument, info_span};
 use tranche_api::names::DRIVER;
 use tranche_api::{GpuNode, SharingPolicy};
@@ -28,9 +24,6 @@ use crate::index::Observation;
 use crate::known::{KnownSlice, kept, trimmed_gpu_node, trimmed_node, trimmed_policy};
 use crate::metrics::Metrics;
 
-/// The shortest life of a watch; the longest is twice that. At 6,000 nodes a list of the slices is 400 MB of
-/// JSON.
-const RELIST: Duration = Duration::from_mins(30);
 /// Objects in one page of a list; a page is held whole while it is read.
 const PAGE: u32 = 100;
 /// The most observations that wait for the index. A full queue slows the watches down, as intended.
@@ -39,7 +32,6 @@ const QUEUE: usize = 256;
 #[derive(Debug)]
 pub struct Feed {
     observations: mpsc::Receiver<Observation>,
-    relist: Arc<Notify>,
 }
 
 impl Feed {
@@ -47,12 +39,10 @@ impl Feed {
     #[must_use]
     pub fn start(client: &Client, metrics: &Metrics) -> Self {
         let (sender, observations) = mpsc::channel(QUEUE);
-        let relist = Arc::new(Notify::new());
         let all = || watcher::Config::default().page_size(PAGE);
         let ours = all().fields(&format!("spec.driver={DRIVER}"));
         let tap = Tap {
             sender,
-            relist: relist.clone(),
             metrics: metrics.clone(),
         };
 
@@ -77,10 +67,7 @@ impl Feed {
         let observe = move |event| Observation::Slice(kept(event, known));
         spawn("resourceslices", watch, observe, tap);
 
-        Self {
-            observations,
-            relist,
-        }
+        Self { observations }
     }
 
     /// The next observation; waits for ever when the watches have ended.
@@ -90,18 +77,12 @@ impl Feed {
             None => std::future::pending().await,
         }
     }
-
-    /// Restarts all watches.
-    pub fn relist(&self) {
-        self.relist.notify_waiters();
-    }
 }
 
 /// Where a watch's events go.
 #[derive(Clone, Debug)]
 struct Tap {
     sender: mpsc::Sender<Observation>,
-    relist: Arc<Notify>,
     metrics: Metrics,
 }
 
@@ -114,24 +95,13 @@ fn spawn<K, S>(
     K: Debug + Send + 'static,
     S: Stream<Item = Result<Event<K>, watcher::Error>> + Send + 'static,
 {
-    let Tap {
-        sender,
-        relist,
-        metrics,
-    } = tap;
+    let Tap { sender, metrics } = tap;
     let task = async move {
         loop {
             let mut events = watch().default_backoff().boxed();
-            let end = tokio::time::sleep(RELIST + jitter(RELIST));
-            tokio::pin!(end);
-            loop {
-                let event = tokio::select! {
-                    () = &mut end => break,
-                    () = relist.notified() => break,
-                    event = events.next() => event,
-                };
+            while let Some(event) = events.next().await {
                 match event {
-                    Some(Ok(event)) => {
+                    Ok(event) => {
                         if matches!(event, Event::InitDone) {
                             metrics.listed(kind);
                         }
@@ -139,22 +109,13 @@ fn spawn<K, S>(
                             return;
                         }
                     }
-                    Some(Err(error)) => {
+                    Err(error) => {
                         metrics.watch_failed(kind);
                         tracing::warn!(%error, "the watch failed and is retried");
                     }
-                    None => break,
                 }
             }
         }
     };
     tokio::spawn(task.instrument(info_span!("watch", kind)));
-}
-
-/// A random time below `limit`.
-fn jitter(limit: Duration) -> Duration {
-    // The standard library's only source of randomness, which is good enough for a spread.
-    let random = RandomState::new().hash_one(0u8);
-    let seconds = limit.as_secs().max(1);
-    Duration::from_secs(random % seconds)
 }

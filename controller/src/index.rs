@@ -21,7 +21,7 @@ use kube::runtime::watcher::Event;
 use tranche_api::{GpuNode, SharingPolicy};
 
 use crate::known::KnownSlice;
-use crate::mirror::{Mirror, Version};
+use crate::mirror::{Change, Mirror, Version};
 
 /// The key of slices of our driver without a node. We never publish such slices.
 pub const NO_NODE: &str = "";
@@ -51,6 +51,13 @@ impl Observation {
                 | Self::Slice(Event::InitDone)
         )
     }
+}
+
+/// An object that was read by itself; `None` if it is gone.
+#[derive(Debug)]
+pub enum Found {
+    GpuNode(Option<Box<GpuNode>>),
+    Slice(Option<KnownSlice>),
 }
 
 /// Everything that decides what one node publishes.
@@ -91,17 +98,7 @@ impl Index {
     /// Applies an event and returns the nodes to reconcile again.
     pub fn observe(&mut self, observation: Observation) -> BTreeSet<String> {
         match observation {
-            Observation::GpuNode(event) => self
-                .gpu_nodes
-                .apply(event)
-                .into_iter()
-                .filter(|c| {
-                    c.before.as_ref().map(|g| (g.uid(), &g.status))
-                        != c.after.as_ref().map(|g| (g.uid(), &g.status))
-                })
-                .filter_map(|c| c.after.or(c.before))
-                .map(|g| g.name_any())
-                .collect(),
+            Observation::GpuNode(event) => changed_gpu_nodes(self.gpu_nodes.apply(event)),
             Observation::Policy(event) => {
                 let changed = self.policies.apply(event).into_iter().any(|c| {
                     c.before.as_ref().map(|p| &p.spec) != c.after.as_ref().map(|p| &p.spec)
@@ -128,31 +125,60 @@ impl Index {
                 })
                 .collect(),
             Observation::Slice(event) => {
-                let mut dirty = BTreeSet::new();
-                for change in self.slices.apply(event) {
-                    // `spec.nodeName` is immutable, but a new slice of another node can have a deleted slice's name.
-                    if let Some(before) = change.before {
-                        let node = node_of(&before);
-                        if let Some(names) = self.slices_by_node.get_mut(node) {
-                            names.remove(&*before.name);
-                            if names.is_empty() {
-                                self.slices_by_node.remove(node);
-                            }
-                        }
-                        dirty.insert(node.to_owned());
-                    }
-                    if let Some(after) = change.after {
-                        let node = node_of(&after);
-                        self.slices_by_node
-                            .entry(node.to_owned())
-                            .or_default()
-                            .insert(after.name.to_string());
-                        dirty.insert(node.to_owned());
-                    }
-                }
-                dirty
+                let changes = self.slices.apply(event);
+                self.changed_slices(changes)
             }
         }
+    }
+
+    /// Takes an object of this name that was read by itself, and returns the nodes to reconcile again. Not while its kind is
+    /// listed ([`Self::is_listing`]).
+    pub fn read(&mut self, name: &str, found: Found) -> BTreeSet<String> {
+        match found {
+            Found::GpuNode(found) => {
+                let found = found.map(|node| *node);
+                changed_gpu_nodes(self.gpu_nodes.read(name, found))
+            }
+            Found::Slice(found) => {
+                let change = self.slices.read(name, found);
+                self.changed_slices(change)
+            }
+        }
+    }
+
+    /// Whether a list of slices or GpuNodes is not complete yet.
+    #[must_use]
+    pub fn is_listing(&self) -> bool {
+        self.slices.is_listing() || self.gpu_nodes.is_listing()
+    }
+
+    fn changed_slices(
+        &mut self,
+        changes: impl IntoIterator<Item = Change<KnownSlice>>,
+    ) -> BTreeSet<String> {
+        let mut dirty = BTreeSet::new();
+        for change in changes {
+            // `spec.nodeName` is immutable, but a new slice of another node can have a deleted slice's name.
+            if let Some(before) = change.before {
+                let node = node_of(&before);
+                if let Some(names) = self.slices_by_node.get_mut(node) {
+                    names.remove(&*before.name);
+                    if names.is_empty() {
+                        self.slices_by_node.remove(node);
+                    }
+                }
+                dirty.insert(node.to_owned());
+            }
+            if let Some(after) = change.after {
+                let node = node_of(&after);
+                self.slices_by_node
+                    .entry(node.to_owned())
+                    .or_default()
+                    .insert(after.name.to_string());
+                dirty.insert(node.to_owned());
+            }
+        }
+        dirty
     }
 
     /// Whether every watch has delivered its first list. Before that nothing may be written, because
@@ -228,6 +254,19 @@ impl Index {
     pub fn has_slice(&self, name: &str, uid: &str) -> bool {
         self.slices.get(name).is_some_and(|s| &*s.uid == uid)
     }
+}
+
+/// The nodes whose GpuNodes changed in what a plan depends on.
+fn changed_gpu_nodes(changes: impl IntoIterator<Item = Change<GpuNode>>) -> BTreeSet<String> {
+    changes
+        .into_iter()
+        .filter(|c| {
+            c.before.as_ref().map(|g| (g.uid(), &g.status))
+                != c.after.as_ref().map(|g| (g.uid(), &g.status))
+        })
+        .filter_map(|c| c.after.or(c.before))
+        .map(|g| g.name_any())
+        .collect()
 }
 
 fn node_of(slice: &KnownSlice) -> &str {

@@ -59,18 +59,29 @@ impl Times {
 
 /// Until when this replica may write; clones follow the election.
 #[derive(Clone, Debug)]
-pub struct Leadership(watch::Receiver<Option<Instant>>);
+pub struct Leadership {
+    tenure: watch::Receiver<Option<Instant>>,
+    deadline: Duration,
+}
 
 impl Leadership {
     /// Whether this replica may write now.
     #[must_use]
     pub fn holds(&self) -> bool {
-        self.0.borrow().is_some_and(|until| Instant::now() < until)
+        self.tenure
+            .borrow()
+            .is_some_and(|until| Instant::now() < until)
+    }
+
+    /// How long a write may take: one that began while this replica could lead has ended when another one can.
+    #[must_use]
+    pub const fn deadline(&self) -> Duration {
+        self.deadline
     }
 
     /// Waits for the next election, renewal or loss. Never returns when the election has ended.
     pub async fn changed(&mut self) {
-        if self.0.changed().await.is_err() {
+        if self.tenure.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
     }
@@ -129,14 +140,19 @@ impl Election {
         duration: Duration,
     ) -> (Self, Leadership) {
         let (tenure, receiver) = watch::channel(None);
+        let times = Times::of(duration);
+        let leadership = Leadership {
+            tenure: receiver,
+            deadline: times.duration.saturating_sub(times.tenure),
+        };
         let election = Self {
             api: Api::namespaced(client, namespace),
             name: name.to_owned(),
             identity: identity.to_owned(),
-            times: Times::of(duration),
+            times,
             tenure,
         };
-        (election, Leadership(receiver))
+        (election, leadership)
     }
 
     /// Stands for election until `stop`, then releases the lease.

@@ -34,12 +34,28 @@ pub struct Change<K> {
 #[derive(Debug)]
 pub struct Mirror<K> {
     objects: BTreeMap<String, Arc<K>>,
-    /// Objects of a list that is not complete yet.
-    incoming: Option<BTreeMap<String, Arc<K>>>,
+    /// A list that is not complete yet.
+    incoming: Option<List<K>>,
     synced: bool,
+    /// The highest version that `objects` includes.
     seen: Version,
     lists_begun: u64,
     lists_done: u64,
+}
+
+#[derive(Debug)]
+struct List<K> {
+    objects: BTreeMap<String, Arc<K>>,
+    seen: Version,
+}
+
+impl<K> Default for List<K> {
+    fn default() -> Self {
+        Self {
+            objects: BTreeMap::new(),
+            seen: 0,
+        }
+    }
 }
 
 impl<K> Default for Mirror<K> {
@@ -61,21 +77,22 @@ impl<K: Stored> Mirror<K> {
         match event {
             Event::Init => {
                 self.lists_begun += 1;
-                self.incoming = Some(BTreeMap::new());
+                self.incoming = Some(List::default());
                 Vec::new()
             }
             Event::InitApply(object) => {
-                self.seen = self.seen.max(version(&object));
-                self.incoming
-                    .get_or_insert_default()
+                let list = self.incoming.get_or_insert_default();
+                list.seen = list.seen.max(version(&object));
+                list.objects
                     .insert(object.name().to_owned(), Arc::new(object));
                 Vec::new()
             }
             Event::InitDone => {
                 self.synced = true;
                 self.lists_done = self.lists_begun;
-                let mut old =
-                    std::mem::replace(&mut self.objects, self.incoming.take().unwrap_or_default());
+                let list = self.incoming.take().unwrap_or_default();
+                self.seen = self.seen.max(list.seen);
+                let mut old = std::mem::replace(&mut self.objects, list.objects);
                 let mut changes: Vec<_> = self
                     .objects
                     .iter()
@@ -96,15 +113,13 @@ impl<K: Stored> Mirror<K> {
             }
             Event::Apply(object) => {
                 self.seen = self.seen.max(version(&object));
-                let after = Arc::new(object);
-                let before = self.objects.insert(after.name().to_owned(), after.clone());
-                vec![Change {
-                    before,
-                    after: Some(after),
-                }]
+                self.update(object).into_iter().collect()
             }
             Event::Delete(object) => {
                 self.seen = self.seen.max(version(&object));
+                if self.has_newer(&object) {
+                    return Vec::new();
+                }
                 let before = self.objects.remove(object.name());
                 vec![Change {
                     before,
@@ -112,6 +127,45 @@ impl<K: Stored> Mirror<K> {
                 }]
             }
         }
+    }
+
+    /// Takes an object that was read by itself, or that it is gone, because the watch did not deliver it in time. Returns what
+    /// changed; `None` also while a list is not complete, which may be older.
+    pub fn read(&mut self, name: &str, found: Option<K>) -> Option<Change<K>> {
+        if self.incoming.is_some() {
+            return None;
+        }
+        match found {
+            Some(object) => self.update(object),
+            None => Some(Change {
+                before: Some(self.objects.remove(name)?),
+                after: None,
+            }),
+        }
+    }
+
+    /// Whether a list is not complete yet.
+    #[must_use]
+    pub fn is_listing(&self) -> bool {
+        self.incoming.is_some()
+    }
+
+    /// An object that was read by itself is newer than what the watch delivers next.
+    fn has_newer(&self, object: &K) -> bool {
+        let known = self.objects.get(object.name());
+        known.is_some_and(|known| version(known.as_ref()) > version(object))
+    }
+
+    fn update(&mut self, object: K) -> Option<Change<K>> {
+        if self.has_newer(&object) {
+            return None;
+        }
+        let after = Arc::new(object);
+        let before = self.objects.insert(after.name().to_owned(), after.clone());
+        Some(Change {
+            before,
+            after: Some(after),
+        })
     }
 
     /// Whether the first list is complete.
@@ -214,6 +268,39 @@ mod tests {
         assert!(!mirror.caught_up(9, mark));
         mirror.apply(Event::InitDone);
         assert!(mirror.caught_up(9, mark));
+    }
+
+    #[test]
+    fn a_list_in_progress_does_not_include_what_it_has_listed() {
+        let mut mirror = Mirror::default();
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitApply(object("a", 1)));
+        mirror.apply(Event::InitDone);
+        let mark = mirror.lists_begun();
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitApply(object("b", 10)));
+        assert!(!mirror.caught_up(9, mark));
+        mirror.apply(Event::InitDone);
+        assert!(mirror.caught_up(9, mark));
+    }
+
+    #[test]
+    fn what_was_read_by_itself_is_not_undone_by_older_events() {
+        let mut mirror = Mirror::default();
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitApply(object("a", 1)));
+        assert!(mirror.read("a", Some(object("a", 5))).is_none());
+        mirror.apply(Event::InitDone);
+        let held = |mirror: &Mirror<ConfigMap>| mirror.get("a").map(|it| version(it.as_ref()));
+        assert!(mirror.read("a", Some(object("a", 5))).is_some());
+        assert!(mirror.apply(Event::Apply(object("a", 3))).is_empty());
+        assert!(mirror.apply(Event::Delete(object("a", 4))).is_empty());
+        assert_eq!(held(&mirror), Some(5));
+        // Other objects may still be older than that.
+        assert!(!mirror.caught_up(5, mirror.lists_begun()));
+        assert!(mirror.read("a", None).is_some() && mirror.read("a", None).is_none());
+        mirror.apply(Event::Apply(object("a", 7)));
+        assert_eq!(held(&mirror), Some(7));
     }
 
     #[test]

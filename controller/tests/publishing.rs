@@ -89,7 +89,7 @@ async fn nothing_is_written_at_steady_state() {
     let (cluster, _replica) = published().await;
     let _plugin = cluster.plugin("a", seconds(20));
     let before = cluster.api.writes();
-    // Six hours: watches end and begin anew, the node's heartbeat comes every five minutes.
+    // Six hours, with the node's heartbeat every five minutes.
     for _ in 0..72 {
         sleep(seconds(300)).await;
         cluster.api.edit("nodes", "a", |node| {
@@ -115,6 +115,29 @@ async fn nothing_is_decided_on_a_copy_older_than_the_own_writes() {
     sleep(seconds(20)).await;
     cluster.assert_whole("a");
     assert_eq!(cluster.api.attempts(), 4 + 5);
+}
+
+/// A list of all slices is large, and an API server whose watches are late has enough to do.
+#[tokio::test(start_paused = true)]
+async fn a_late_watch_costs_a_read_of_each_written_object_and_no_list() {
+    let cluster = Cluster::new();
+    cluster.node("a");
+    cluster.register("a", 2);
+    cluster.api.lag(seconds(120));
+    let _replica = cluster.replica("one");
+    sleep(seconds(60)).await;
+    cluster.assert_whole("a");
+    let counts = || {
+        let api = &cluster.api;
+        let gets = ["resourceslices", "gpunodes"].map(|resource| api.gets(resource));
+        (api.attempts(), gets, api.lists("resourceslices"))
+    };
+    // Three slices and the record, none of them tried twice, and each read once.
+    assert_eq!(counts(), (4, [3, 1], 1));
+    // The late events are older than what was read.
+    sleep(seconds(300)).await;
+    cluster.assert_whole("a");
+    assert_eq!(counts(), (4, [3, 1], 1));
 }
 
 #[tokio::test(start_paused = true)]

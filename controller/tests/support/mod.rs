@@ -421,6 +421,10 @@ impl Store {
         let Some(mut object) = self.objects.get(&path.key()).cloned() else {
             return status(404, "NotFound");
         };
+        // The controller names the version that it decided on.
+        if applied["metadata"]["resourceVersion"] != object["metadata"]["resourceVersion"] {
+            return status(409, "Conflict");
+        }
         self.wrote("apply", path, path.name.as_deref().unwrap_or_default());
         let old = object.clone();
         object["status"]["published"] = applied["status"]["published"].clone();
