@@ -1,4 +1,4 @@
-//! Asks the API server whether a token's owner may read the metrics, or whether a user may do something else, and
+//! Asks the API server whether a token's owner may get a path, or whether a user may do something else, and
 //! caches the answer.
 
 use std::collections::HashMap;
@@ -16,7 +16,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::warn;
 
-/// The path of the metrics, for which a reader needs the right.
+/// The path of the metrics.
 pub const PATH: &str = "/metrics";
 
 /// The audience of a token that is valid for nothing else: a forged node can do nothing with it at the API server.
@@ -64,8 +64,8 @@ pub enum Denied {
 /// A question.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 enum Question {
-    /// Whether the owner of the token may read the metrics.
-    Token(String),
+    /// Whether the owner of the token may get the path.
+    Token { token: String, path: String },
     /// Whether a user may do something: the specification of the SubjectAccessReview as JSON.
     User(String),
 }
@@ -97,14 +97,18 @@ impl Access {
         }
     }
 
-    /// Whether the owner of `token` may read the metrics.
-    pub async fn check(&self, token: Option<&str>) -> Result<(), Denied> {
+    /// Whether the owner of `token` may get `path`, a non-resource URL.
+    pub async fn check(&self, token: Option<&str>, path: &str) -> Result<(), Denied> {
         let token = token.ok_or(Denied::NoToken)?;
         if token.len() > MAX_TOKEN_BYTES {
             return Err(Denied::Unauthenticated);
         }
-        let question = Question::Token(token.to_owned());
-        self.answer(question, ALLOWED_FOR, self.ask(token)).await
+        let question = Question::Token {
+            token: token.to_owned(),
+            path: path.to_owned(),
+        };
+        self.answer(question, ALLOWED_FOR, self.ask(token, path))
+            .await
     }
 
     /// Whether a user may do what `wanted` asks; `what` names it in words. The API server has authenticated the user.
@@ -150,13 +154,13 @@ impl Access {
         Err(Denied::Unknown)
     }
 
-    async fn ask(&self, token: &str) -> kube::Result<Result<(), Denied>> {
+    async fn ask(&self, token: &str, path: &str) -> kube::Result<Result<(), Denied>> {
         let mut user = self.owner(token, None).await?;
         if user.is_none() {
             user = self.owner(token, Some(AUDIENCE)).await?;
         }
         match user {
-            Some(user) => self.review(may_get(user), HOW_TO_READ).await,
+            Some(user) => self.review(may_get(user, path), &how_to_get(path)).await,
             None => Ok(Err(Denied::Unauthenticated)),
         }
     }
@@ -231,14 +235,19 @@ impl Access {
     }
 }
 
-/// The right to read metrics, and how to get it.
-const HOW_TO_READ: &str = "get /metrics: bind it to a ClusterRole with nonResourceURLs [/metrics] and verbs [get], such as tranche-metrics-reader";
+/// The right to get a path, and how a user gets it.
+fn how_to_get(path: &str) -> String {
+    format!(
+        "get {path}: bind it to a ClusterRole with nonResourceURLs [{path}] and verbs [get]; the chart has tranche-metrics-reader for \
+         /metrics, and tranche-node-usage-reader for /usage"
+    )
+}
 
-/// Asks whether a user may `get` the metrics' path.
-fn may_get(user: UserInfo) -> SubjectAccessReviewSpec {
+/// Asks whether a user may `get` a path.
+fn may_get(user: UserInfo, path: &str) -> SubjectAccessReviewSpec {
     SubjectAccessReviewSpec {
         non_resource_attributes: Some(NonResourceAttributes {
-            path: Some(PATH.to_owned()),
+            path: Some(path.to_owned()),
             verb: Some("get".to_owned()),
         }),
         ..of(user)
@@ -331,13 +340,11 @@ pub(crate) mod testing {
                 assert_eq!(spec["uid"], "7");
                 assert_eq!(spec["groups"], json!(["g"]));
                 assert_eq!(spec["extra"], json!({"k": ["v"]}));
-                let wanted = json!({"path": "/metrics", "verb": "get"});
+                let url = &spec["nonResourceAttributes"];
                 let resource = json!({"verb": "list", "resource": "claimusages"});
-                assert!(
-                    spec["nonResourceAttributes"] == wanted
-                        || spec["resourceAttributes"] == resource
-                );
-                json!({"allowed": spec["user"] == "system:serviceaccount:monitoring:prometheus"})
+                assert!(url["verb"] == "get" || spec["resourceAttributes"] == resource);
+                let is_prometheus = spec["user"] == "system:serviceaccount:monitoring:prometheus";
+                json!({"allowed": is_prometheus && (url.is_null() || url["path"] == "/metrics")})
             }
             _ => return None,
         };
@@ -356,18 +363,21 @@ mod tests {
         let cluster = Cluster::default();
         let access = Access::new(cluster.client());
         for _ in 0..3 {
-            access.check(Some("of-prometheus")).await.unwrap();
-            access.check(Some("forged")).await.unwrap_err();
+            access.check(Some("of-prometheus"), PATH).await.unwrap();
+            access.check(Some("forged"), PATH).await.unwrap_err();
         }
         // Two requests for each token: for the good one, its owner and the owner's rights; for the forged one, its
         // owner for the API server and for our audience.
         assert_eq!(cluster.questions(), 4);
         cluster.is_down();
         tokio::time::advance(DENIED_FOR).await;
-        access.check(Some("of-prometheus")).await.unwrap();
-        assert_eq!(access.check(Some("forged")).await, Err(Denied::Unknown));
+        access.check(Some("of-prometheus"), PATH).await.unwrap();
+        assert_eq!(
+            access.check(Some("forged"), PATH).await,
+            Err(Denied::Unknown)
+        );
         tokio::time::advance(ALLOWED_FOR).await;
-        let late = access.check(Some("of-prometheus")).await;
+        let late = access.check(Some("of-prometheus"), PATH).await;
         assert_eq!(
             late,
             Err(Denied::Unknown),
@@ -376,10 +386,21 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn the_right_to_one_path_is_none_to_another() {
+        let access = Access::new(Cluster::default().client());
+        access.check(Some("of-prometheus"), PATH).await.unwrap();
+        let usage = access.check(Some("of-prometheus"), "/usage").await;
+        let Err(Denied::Forbidden { what, .. }) = usage else {
+            panic!("{usage:?}")
+        };
+        assert!(what.contains("nonResourceURLs [/usage]"), "{what}");
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_token_for_our_audience_equals_one_for_the_api_server() {
         let access = Access::new(Cluster::default().client());
-        access.check(Some("of-ours")).await.unwrap();
-        let other = access.check(Some("without-audiences")).await;
+        access.check(Some("of-ours"), PATH).await.unwrap();
+        let other = access.check(Some("without-audiences"), PATH).await;
         assert_eq!(
             other,
             Err(Denied::Unauthenticated),
@@ -415,7 +436,7 @@ mod tests {
         assert_eq!(cluster.questions(), 2);
         // A token whose text equals a cached question gives no access.
         let forged = serde_json::to_string(&wanted(allowed)).unwrap();
-        let forged = access.check(Some(&forged)).await;
+        let forged = access.check(Some(&forged), PATH).await;
         assert_eq!(forged, Err(Denied::Unauthenticated));
         cluster.is_down();
         tokio::time::advance(ALLOWED_AGAIN_FOR).await;
@@ -427,19 +448,19 @@ mod tests {
     async fn many_invalid_tokens_do_not_fill_the_cache_or_affect_others() {
         let cluster = Cluster::default();
         let access = Access::new(cluster.client());
-        access.check(Some("of-prometheus")).await.unwrap();
+        access.check(Some("of-prometheus"), PATH).await.unwrap();
         for n in 0..2 * MAX_CACHED {
             access
-                .check(Some(&format!("forged-{n}")))
+                .check(Some(&format!("forged-{n}")), PATH)
                 .await
                 .unwrap_err();
         }
         assert!(access.cache().len() <= MAX_CACHED);
         let before = cluster.questions();
-        access.check(Some("of-prometheus")).await.unwrap();
+        access.check(Some("of-prometheus"), PATH).await.unwrap();
         let long = "x".repeat(MAX_TOKEN_BYTES + 1);
         assert_eq!(
-            access.check(Some(&long)).await,
+            access.check(Some(&long), PATH).await,
             Err(Denied::Unauthenticated)
         );
         assert_eq!(cluster.questions(), before);

@@ -49,7 +49,7 @@ pub enum ServeError {
 async fn guard(State(access): State<Arc<Access>>, request: Request, next: Next) -> Response {
     let header = request.headers().get(AUTHORIZATION);
     let token = header.and_then(bearer).map(str::to_owned);
-    match access.check(token.as_deref()).await {
+    match access.check(token.as_deref(), request.uri().path()).await {
         Ok(()) => next.run(request).await,
         Err(denied) => refusal(&denied),
     }
@@ -114,8 +114,8 @@ mod tests {
         assert!(text.contains("system:serviceaccount:team:tenant"), "{text}");
         let answer = get(PATH, Some("of-prometheus")).await;
         assert_eq!(answer, (200, "tranche_up 1\n".to_owned()));
-        // Unauthorized readers do not learn which paths exist either.
-        assert_eq!(get("/other", Some("of-prometheus")).await.0, 404);
+        // The right is to one path, and without it nobody learns which others exist.
+        assert_eq!(get("/other", Some("of-prometheus")).await.0, 403);
         cluster.is_down();
         assert_eq!(get(PATH, Some("of-another")).await.0, 503);
 

@@ -43,11 +43,13 @@ async fn get(
     Ok(tranche_serving::testing::get(stream, path, token).await?)
 }
 
-/// The token of a new ServiceAccount, with or without the right to read metrics.
+/// The token of a new ServiceAccount, with or without the rights to read metrics and usage.
 pub async fn token(case: &Case, namespace: &str, reader: bool) -> anyhow::Result<String> {
     let name = if reader { "reader" } else { "other" };
     if reader {
-        account::bind(case, namespace, name, "tranche-metrics-reader").await?;
+        for role in ["tranche-metrics-reader", "tranche-node-usage-reader"] {
+            account::bind(case, namespace, name, role).await?;
+        }
     }
     account::create(&case.client, namespace, name).await
 }
