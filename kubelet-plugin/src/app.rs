@@ -79,7 +79,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         &mut helpers,
         &helpers_stop,
     );
-    node.search_orphans(claims, &mut helpers, &helpers_stop);
+    node.look_after_claims(claims, &mut helpers, &helpers_stop);
 
     info!(
         node = node.args.node_name,

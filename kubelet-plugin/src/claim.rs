@@ -5,3 +5,4 @@ pub mod executor;
 pub mod orphans;
 pub mod preparer;
 pub mod reporter;
+pub mod restorer;

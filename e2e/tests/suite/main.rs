@@ -7,6 +7,7 @@ mod capabilities;
 mod clients;
 mod compute;
 mod concurrent;
+mod deleted_files;
 mod driver;
 mod eight_gpus;
 mod examples;

@@ -26,6 +26,7 @@ use crate::claim::executor::Executor;
 use crate::claim::orphans::{OrphanSearch, suspicions};
 use crate::claim::preparer::{Preparer, PreparerParts, Reporter};
 use crate::claim::reporter::ClusterReporter;
+use crate::claim::restorer::Restorer;
 use crate::cluster::claims::ClaimReader;
 use crate::cluster::competing_drivers::{CompetingDriverSearch, SocketFolders};
 use crate::cluster::events::Events;
@@ -394,13 +395,17 @@ impl Node {
         helpers.spawn(gpu_node.run(sources, policy, stop.clone()));
     }
 
-    /// Starts the search for claims that the kubelet does not release.
-    pub fn search_orphans(
+    /// Starts the search for claims that the kubelet does not release, and for files of held claims that were deleted.
+    pub fn look_after_claims(
         &self,
         claims: Claims,
         helpers: &mut JoinSet<()>,
         stop: &CancellationToken,
     ) {
+        let restorer = Restorer {
+            preparer: Arc::clone(&claims.preparer),
+        };
+        helpers.spawn(restorer.run(stop.clone()));
         let orphans = OrphanSearch {
             preparer: claims.preparer,
             claims: ClaimReader::new(self.client.clone()),

@@ -196,19 +196,70 @@ impl Executor {
         let prepared = gpus.prepare(record.plan.clone())?;
         let is_changed = prepared != record.plan;
         let record = record.with_plan(prepared);
-        let prepared = &record.plan;
         if is_changed {
             self.journal.write(&record)?;
         }
-        if prepared.pages == PAGES {
-            self.mount_pages(prepared)?;
-        }
-        gpus.load_pages().make(prepared)?;
-        for step in &prepared.steps {
-            self.step(prepared, step, dev_root)?;
-        }
+        self.make_files(&record.plan, gpus, dev_root)?;
         self.audit.held(&record, pods);
         Ok(record.plan)
+    }
+
+    /// Makes the files of a plan; what exists stays.
+    pub fn make_files(
+        &self,
+        plan: &PreparationPlan,
+        gpus: &Gpus,
+        dev_root: &Path,
+    ) -> Result<(), StepError> {
+        if plan.pages == PAGES {
+            self.mount_pages(plan)?;
+        }
+        gpus.load_pages().make(plan)?;
+        for step in &plan.steps {
+            self.step(plan, step, dev_root)?;
+        }
+        Ok(())
+    }
+
+    /// The first file of a plan that does not exist.
+    pub fn missing_file(&self, plan: &PreparationPlan) -> Result<Option<PathBuf>, FsError> {
+        self.first_missing(plan.steps.iter().flat_map(|step| self.files(plan, step)))
+    }
+
+    /// The first account page of a plan that does not exist.
+    pub fn missing_account(&self, plan: &PreparationPlan) -> Result<Option<PathBuf>, FsError> {
+        let is_account = |step: &&Step| matches!(step, Step::CreateAccountPage { .. });
+        let steps = plan.steps.iter().filter(is_account);
+        self.first_missing(steps.flat_map(|step| self.files(plan, step)))
+    }
+
+    fn first_missing(
+        &self,
+        files: impl Iterator<Item = PathBuf>,
+    ) -> Result<Option<PathBuf>, FsError> {
+        for file in files {
+            if self.fs.mode(&file)?.is_none() {
+                return Ok(Some(file));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The files that a step makes.
+    fn files(&self, plan: &PreparationPlan, step: &Step) -> Vec<PathBuf> {
+        let uid = &plan.allocation.uid;
+        match step {
+            Step::WriteCapPage { key, .. } => vec![self.layout.share(uid, key).cap],
+            Step::CreateAccountPage { key, account } => {
+                vec![self.layout.share(uid, key).page_of(*account).clone()]
+            }
+            Step::WriteCdiSpec {} => {
+                let folder = self.layout.metadata().join(uid);
+                let requests = metadata::requests(plan).into_iter();
+                let metadata = requests.map(|request| folder.join(format!("{request}.json")));
+                metadata.chain([self.layout.claim_spec(uid)]).collect()
+            }
+        }
     }
 
     /// Undoes a plan as far as it got, and removes its journal. After a failure the other steps are
@@ -390,6 +441,7 @@ impl Executor {
             }
             Step::WriteCdiSpec {} => {
                 self.write_metadata(plan)?;
+                self.fs.create_dir(&self.layout.cdi)?;
                 let spec = claim_spec(plan, &self.layout.node_paths(dev_root))?;
                 let path = self.layout.claim_spec(uid);
                 fs::ensure(&*self.fs, &path, &spec.encode(), 0o644)?;

@@ -36,7 +36,7 @@ use tranche_driver::competing_drivers::Verdict;
 
 pub use error::{PrepareError, Problem, UnprepareError};
 
-use self::in_use::refuse_in_use;
+use self::in_use::{processes_of, refuse_in_use};
 use crate::claim::executor::{End, ExecuteError, Executor, StepError, UndoError};
 use crate::cluster::claims::ClaimReader;
 use crate::cluster::node_policy::NodePolicy;
@@ -238,11 +238,7 @@ impl Preparer {
             gpus,
             ..
         } = &self.parts;
-        let ready = match &*self.parts.driver.borrow() {
-            DriverState::Ready(ready) => Arc::clone(ready),
-            DriverState::Unknown => return Err(Problem::DriverUnknown),
-            DriverState::Absent(why) => return Err(Problem::Driver(Arc::clone(why))),
-        };
+        let ready = self.ready()?;
         self.recorded(&allocation.uid)?;
         self.read_refused_again();
         loop {
@@ -268,6 +264,7 @@ impl Preparer {
                 Booking::Kept(record) => {
                     let record = self.located(record, &ready)?;
                     self.verify(&record.plan, &ready)?;
+                    self.verify_accounts(&record.plan)?;
                     let plan = executor.rebuild(&record, pods, gpus, &ready.dev_root_on_host)?;
                     if plan == record.plan {
                         return Ok(record);
@@ -297,6 +294,71 @@ impl Preparer {
                     };
                 }
             }
+        }
+    }
+
+    /// The held claims with a file that somebody deleted.
+    pub fn damaged(&self) -> Vec<ClaimRef> {
+        let held = self.parts.ledger.held();
+        let is_damaged = |record: &&Arc<ClaimRecord>| {
+            let missing = self.parts.executor.missing_file(&record.plan);
+            // What cannot be read cannot be restored either: the attempt says why.
+            missing.map_or(true, |file| file.is_some())
+        };
+        let damaged = held.iter().filter(is_damaged);
+        damaged.map(|record| claim_of(record)).collect()
+    }
+
+    /// Makes the missing files of a held claim again. Returns whether any was missing.
+    pub async fn restore(self: &Arc<Self>, claim: &ClaimRef) -> Result<bool, Problem> {
+        let claim_lock = self.locks.lock(&claim.uid).await;
+        let (this, uid) = (Arc::clone(self), claim.uid.clone());
+        let work = move || {
+            let _lock = claim_lock;
+            this.restore_locked(&uid)
+        };
+        let done = tokio::task::spawn_blocking(work).await;
+        done.map_err(|_| Problem::Stopping)?
+    }
+
+    fn restore_locked(&self, uid: &str) -> Result<bool, Problem> {
+        let PreparerParts { executor, gpus, .. } = &self.parts;
+        let Some(record) = self.recorded(uid)? else {
+            return Ok(false);
+        };
+        if executor
+            .missing_file(&record.plan)
+            .map_err(StepError::from)?
+            .is_none()
+        {
+            return Ok(false);
+        }
+        let ready = self.ready()?;
+        self.verify(&record.plan, &ready)?;
+        self.verify_accounts(&record.plan)?;
+        executor.make_files(&record.plan, gpus, &ready.dev_root_on_host)?;
+        Ok(true)
+    }
+
+    fn ready(&self) -> Result<Arc<Ready>, Problem> {
+        match &*self.parts.driver.borrow() {
+            DriverState::Ready(ready) => Ok(Arc::clone(ready)),
+            DriverState::Unknown => Err(Problem::DriverUnknown),
+            DriverState::Absent(why) => Err(Problem::Driver(Arc::clone(why))),
+        }
+    }
+
+    /// Refuses a claim whose account was deleted while containers have it: with a second one beside it, the claim's programs
+    /// could hold twice its memory.
+    fn verify_accounts(&self, plan: &PreparationPlan) -> Result<(), Problem> {
+        let missing = self.parts.executor.missing_account(plan);
+        let Some(path) = missing.map_err(StepError::from)? else {
+            return Ok(());
+        };
+        let processes = processes_of(plan, &self.parts.containers)?;
+        match processes.len() {
+            0 => Ok(()),
+            count => Err(Problem::AccountDeleted { path, count }),
         }
     }
 
@@ -412,6 +474,16 @@ impl Preparer {
         // Without a spec all GPUs are withheld.
         if let Some(spec) = &ready.spec {
             parts.spec_file.ensure(spec)?;
+        }
+        Ok(())
+    }
+
+    /// Writes the driver's CDI spec if somebody deleted or changed it.
+    pub fn ensure_driver_spec(&self) -> Result<(), Problem> {
+        if let DriverState::Ready(ready) = &*self.parts.driver.borrow()
+            && let Some(spec) = &ready.spec
+        {
+            self.parts.spec_file.ensure(spec)?;
         }
         Ok(())
     }

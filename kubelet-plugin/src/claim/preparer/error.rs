@@ -111,6 +111,12 @@ pub enum Problem {
     /// Its pods are gone, and it cannot be found out whether its containers have ended.
     #[error("it is kept because it is not known whether its containers have ended: {0}")]
     UsersUnknown(String),
+    /// With a second account, programs of one claim could hold twice its memory.
+    #[error(
+        "the account page {path} was deleted while {count} processes of the claim's containers use it: delete the pods that use \
+         the claim"
+    )]
+    AccountDeleted { path: PathBuf, count: usize },
     #[error("cannot release it: {0}")]
     Undo(#[from] UndoError),
     /// It took too long.
@@ -136,7 +142,7 @@ impl Problem {
             Self::InUse(_) | Self::UsersUnknown(_) => "in_use",
             Self::PolicyUnknown { .. } => "policy_unknown",
             Self::Unowned { .. } => "gpu_not_free",
-            Self::NotInstalled(_) | Self::Install(_) => "not_intact",
+            Self::NotInstalled(_) | Self::Install(_) | Self::AccountDeleted { .. } => "not_intact",
             Self::Fs(_) | Self::Execute(_) | Self::Rebuild(_) | Self::Undo(_) => "step_failed",
             Self::Timeout(_) => "timeout",
             Self::Stopping => "stopping",

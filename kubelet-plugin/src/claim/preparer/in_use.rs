@@ -4,11 +4,23 @@
 mod tests;
 
 use tranche_driver::journal::ClaimRecord;
+use tranche_driver::preparation::PreparationPlan;
 use tranche_node::page::AccountFile;
 use tranche_node::processes::containers::Containers;
 
 use super::Problem;
 use crate::host::layout::Layout;
+
+/// The processes of containers that have a device of the plan.
+pub(super) fn processes_of(
+    plan: &PreparationPlan,
+    containers: &Containers,
+) -> Result<Vec<u32>, Problem> {
+    let keys: Vec<_> = plan.devices.iter().map(|it| it.key.as_str()).collect();
+    containers
+        .processes_with(&keys)
+        .map_err(|error| Problem::UsersUnknown(error.to_string()))
+}
 
 /// Refuses a claim whose devices somebody uses, or may use.
 pub(super) fn refuse_in_use(
@@ -17,10 +29,7 @@ pub(super) fn refuse_in_use(
     layout: &Layout,
 ) -> Result<(), Problem> {
     let plan = &record.plan;
-    let keys: Vec<_> = plan.devices.iter().map(|it| it.key.as_str()).collect();
-    let processes = containers
-        .processes_with(&keys)
-        .map_err(|error| Problem::UsersUnknown(error.to_string()))?;
+    let processes = processes_of(plan, containers)?;
     if let Some(first) = processes.first() {
         let count = processes.len();
         return Err(Problem::InUse(format!(
