@@ -27,11 +27,11 @@ use crate::pending;
 #[command(name = "tranche-controller", version)]
 pub struct Args {
     /// Where /healthz and /readyz are served, without authorization.
-    #[arg(long, env = "HTTP_ENDPOINT", default_value = "0.0.0.0:8086")]
+    #[arg(long, env = "HTTP_ENDPOINT", default_value = "[::]:8086")]
     http_endpoint: SocketAddr,
 
     /// Where /metrics is served over TLS, to readers whom the API server allows to get that path.
-    #[arg(long, env = "METRICS_ENDPOINT", default_value = "0.0.0.0:8443")]
+    #[arg(long, env = "METRICS_ENDPOINT", default_value = "[::]:8443")]
     metrics_endpoint: SocketAddr,
 
     /// The token for the node plugins, which tell which claims are idle: a projected ServiceAccount token for the audience metrics.gpu.tranche.dev.

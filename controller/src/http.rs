@@ -10,7 +10,6 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use axum::routing::get;
-use tokio::net::TcpListener;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tranche_serving::access::Access;
@@ -51,7 +50,7 @@ pub async fn serve(
     health: Health,
     stop: CancellationToken,
 ) -> std::io::Result<()> {
-    let listener = TcpListener::bind(endpoint).await?;
+    let listener = tranche_serving::listen(endpoint).await?;
     let router = Router::new()
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
@@ -68,7 +67,7 @@ pub async fn serve_metrics(
     metrics: Metrics,
     stop: CancellationToken,
 ) -> Result<(), ServeError> {
-    let listener = TcpListener::bind(endpoint).await?;
+    let listener = tranche_serving::listen(endpoint).await?;
     let router = Router::new()
         .route(tranche_serving::access::PATH, get(text))
         .with_state(metrics);

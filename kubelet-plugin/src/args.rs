@@ -48,10 +48,10 @@ pub struct Args {
     #[arg(long, default_value = "/usr/lib/tranche")]
     pub image_lib_dir: PathBuf,
     /// Serves /healthz and /readyz without authorization
-    #[arg(long, default_value = "0.0.0.0:8085")]
+    #[arg(long, default_value = "[::]:8085")]
     pub http_endpoint: SocketAddr,
     /// Serves /metrics over TLS, to readers whom the API server allows to get that path
-    #[arg(long, default_value = "0.0.0.0:8443")]
+    #[arg(long, default_value = "[::]:8443")]
     pub metrics_endpoint: SocketAddr,
     /// The host's /proc, to find the share of each process that NVML reports; with another /proc the
     /// GPU's time is known only for all of its shares together

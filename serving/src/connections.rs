@@ -1,7 +1,8 @@
 //! Limits the cost of connections: anybody in the cluster may open one before we know who they are.
 //!
 //! A connection has some 40 KB of buffers. So at most [`MOST`] are open, at most [`OF_ONE`] of them from one address, and a
-//! connection is closed when no byte has moved on it for [`IDLE`].
+//! connection is closed when no byte has moved on it for [`IDLE`]. A handshake costs a millisecond of CPU time, so each address has
+//! [`TURNS`] of them at a time: who does not finish its own makes only itself wait.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,18 +13,37 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, Sleep};
 
 /// The most open connections.
 pub const MOST: usize = 512;
 /// The most open connections from one address: an API server has one for each request that it forwards at the time.
 pub const OF_ONE: usize = 128;
+/// The most concurrent handshakes of one address.
+pub const TURNS: usize = 8;
 /// How long a connection stays open without a byte. Prometheus keeps one open from scrape to scrape.
 pub const IDLE: Duration = Duration::from_mins(3);
 
 /// The open connections.
 #[derive(Clone, Debug, Default)]
-pub struct Connections(Arc<Mutex<BTreeMap<IpAddr, usize>>>);
+pub struct Connections(Arc<Mutex<BTreeMap<IpAddr, OfOne>>>);
+
+/// The open connections of one address.
+#[derive(Debug)]
+struct OfOne {
+    count: usize,
+    turns: Arc<Semaphore>,
+}
+
+impl Default for OfOne {
+    fn default() -> Self {
+        Self {
+            count: 0,
+            turns: Arc::new(Semaphore::new(TURNS)),
+        }
+    }
+}
 
 impl Connections {
     /// A permit for a connection from this address, as long as the result lives; `None` if there are too many.
@@ -32,20 +52,23 @@ impl Connections {
         // An IPv4 address has two forms on a socket of both families.
         let from = from.to_canonical();
         let mut open = self.open();
-        let all: usize = open.values().sum();
-        let of_one = open.get(&from).copied().unwrap_or(0);
+        let all: usize = open.values().map(|one| one.count).sum();
+        let of_one = open.get(&from).map_or(0, |one| one.count);
         if all >= MOST || of_one >= OF_ONE {
             return None;
         }
-        open.insert(from, of_one + 1);
+        let one = open.entry(from).or_default();
+        one.count += 1;
+        let turns = Arc::clone(&one.turns);
         drop(open);
         Some(Permit {
             connections: self.clone(),
             from,
+            turns,
         })
     }
 
-    fn open(&self) -> std::sync::MutexGuard<'_, BTreeMap<IpAddr, usize>> {
+    fn open(&self) -> std::sync::MutexGuard<'_, BTreeMap<IpAddr, OfOne>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -55,14 +78,22 @@ impl Connections {
 pub struct Permit {
     connections: Connections,
     from: IpAddr,
+    turns: Arc<Semaphore>,
+}
+
+impl Permit {
+    /// Waits for one of its address's turns. The semaphore is never closed.
+    pub async fn turn(&self) -> Option<SemaphorePermit<'_>> {
+        self.turns.acquire().await.ok()
+    }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
         let mut open = self.connections.open();
-        if let Some(count) = open.get_mut(&self.from) {
-            *count -= 1;
-            if *count == 0 {
+        if let Some(one) = open.get_mut(&self.from) {
+            one.count -= 1;
+            if one.count == 0 {
                 open.remove(&self.from);
             }
         }

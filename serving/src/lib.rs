@@ -13,6 +13,7 @@ pub mod access;
 pub mod client;
 pub mod clock;
 mod connections;
+mod listen;
 pub mod log;
 pub mod server;
 pub mod stop;
@@ -21,4 +22,5 @@ pub mod testing;
 pub mod tls;
 
 pub use clock::Clock;
+pub use listen::listen;
 pub use log::LogFormat;

@@ -126,4 +126,35 @@ mod tests {
         stop.cancel();
         server.await.unwrap().unwrap();
     }
+
+    /// From another address: one address has its own turns.
+    #[tokio::test]
+    async fn clients_that_do_not_finish_a_handshake_delay_no_other_address() {
+        use tokio::io::AsyncWriteExt as _;
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let stop = CancellationToken::new();
+        let router = Router::new().route(PATH, get(async || "tranche_up 1\n"));
+        let access = Access::new(Cluster::default().client());
+        let server = tokio::spawn(serve(listener, access, router, stop.clone()));
+        let mut hanging = Vec::new();
+        for _ in 0..64 {
+            let socket = tokio::net::TcpSocket::new_v4().unwrap();
+            socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
+            let mut client = socket.connect(address).await.unwrap();
+            // The first byte of a handshake.
+            client.write_all(&[22]).await.unwrap();
+            hanging.push(client);
+        }
+        let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let answer = scrape(stream, PATH, Some("of-prometheus")).await.unwrap();
+        assert_eq!(answer.0, 200);
+        // It has not waited for the end of anybody's time.
+        for client in &hanging {
+            let read = client.try_read(&mut [0]).unwrap_err();
+            assert_eq!(read.kind(), std::io::ErrorKind::WouldBlock);
+        }
+        stop.cancel();
+        server.await.unwrap().unwrap();
+    }
 }

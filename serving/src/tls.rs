@@ -22,9 +22,11 @@ use tracing::{debug, warn};
 
 use crate::connections::{Bounded, Connections};
 
+/// How long a client may say nothing at all.
+const FIRST_BYTE: Duration = Duration::from_secs(1);
 /// The time limit of a handshake.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// The most concurrent handshakes; the kernel queues further clients.
+/// The most concurrent handshakes.
 const AT_ONCE: usize = 32;
 /// The pause after a failed accept: the process may lack descriptors.
 const PAUSE: Duration = Duration::from_millis(200);
@@ -90,10 +92,6 @@ async fn accept(
     let turns = Arc::new(Semaphore::new(AT_ONCE));
     let connections = Connections::default();
     loop {
-        // The semaphore is never closed.
-        let Ok(turn) = Arc::clone(&turns).acquire_owned().await else {
-            return;
-        };
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
             Err(error) => {
@@ -107,9 +105,20 @@ async fn accept(
             continue;
         };
         let (acceptor, ready) = (acceptor.clone(), ready.clone());
+        let turns = Arc::clone(&turns);
         tokio::spawn(async move {
-            let _turn = turn;
-            match tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await {
+            // Who says nothing takes no turn.
+            let first = tokio::time::timeout(FIRST_BYTE, stream.readable()).await;
+            if !matches!(first, Ok(Ok(()))) {
+                return debug!(%peer, "no byte in time");
+            }
+            let shaken = {
+                // The semaphores are never closed.
+                let _own = permit.turn().await;
+                let _turn = turns.acquire().await;
+                tokio::time::timeout(HANDSHAKE, acceptor.accept(stream)).await
+            };
+            match shaken {
                 // The receiver is gone when the server has ended.
                 Ok(Ok(stream)) => drop(ready.send((Bounded::new(stream, permit), peer)).await),
                 Ok(Err(error)) => debug!(%peer, %error, "no TLS"),

@@ -23,11 +23,11 @@ use crate::trust;
 #[command(name = "tranche-usage-api", version)]
 pub struct Args {
     /// Where the API is served over TLS, to the API server only.
-    #[arg(long, env = "USAGE_ENDPOINT", default_value = "0.0.0.0:10250")]
+    #[arg(long, env = "USAGE_ENDPOINT", default_value = "[::]:10250")]
     endpoint: SocketAddr,
 
     /// Where /healthz and /readyz are served, without authorization.
-    #[arg(long, env = "HTTP_ENDPOINT", default_value = "0.0.0.0:8086")]
+    #[arg(long, env = "HTTP_ENDPOINT", default_value = "[::]:8086")]
     http_endpoint: SocketAddr,
 
     /// The token for the node plugins: a projected ServiceAccount token for the audience metrics.gpu.tranche.dev.

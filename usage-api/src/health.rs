@@ -8,7 +8,6 @@ use axum::Router;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::routing::get;
-use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::nodes::Nodes;
@@ -29,7 +28,7 @@ pub async fn serve(
     health: Health,
     stop: CancellationToken,
 ) -> std::io::Result<()> {
-    let listener = TcpListener::bind(endpoint).await?;
+    let listener = tranche_serving::listen(endpoint).await?;
     axum::serve(listener, router(health))
         .with_graceful_shutdown(stop.cancelled_owned())
         .await

@@ -61,7 +61,7 @@ pub async fn serve(
     usage: Usage,
     stop: CancellationToken,
 ) -> Result<(), ServeError> {
-    serve_on(TcpListener::bind(endpoint).await?, usage, stop).await
+    serve_on(tranche_serving::listen(endpoint).await?, usage, stop).await
 }
 
 /// Serves on `listener` until `stop`.

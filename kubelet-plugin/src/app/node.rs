@@ -107,10 +107,10 @@ impl Endpoints {
     pub async fn bind(args: &Args) -> anyhow::Result<Self> {
         let (health, metrics) = (args.http_endpoint, args.metrics_endpoint);
         Ok(Self {
-            health: TcpListener::bind(health)
+            health: tranche_serving::listen(health)
                 .await
                 .with_context(|| format!("cannot listen on --http-endpoint {health}"))?,
-            metrics: TcpListener::bind(metrics)
+            metrics: tranche_serving::listen(metrics)
                 .await
                 .with_context(|| format!("cannot listen on --metrics-endpoint {metrics}"))?,
         })
