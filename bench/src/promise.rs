@@ -631,6 +631,12 @@ pub const PROMISES: &[Promise] = &[
         "of 1",
         AtLeast(0.99),
     ),
+    promise(
+        "priority-p99",
+        "99th percentile of a request of 2 ms with high priority beside a low share that launches as much as it may",
+        "of it alone",
+        AtMost(1.5),
+    ),
 ];
 
 /// The promise with that name.

@@ -10,8 +10,9 @@ use std::process::{Child, Command};
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use tranche_shim_core::ComputePolicy;
+use tranche_shim_core::{ComputePolicy, Priority};
 use tranche_shim_tests::gpu_time::contended;
+use tranche_shim_tests::priority::requests_beside;
 use tranche_shim_tests::{DRIVER, Driver, Machine, Probe, World, probe_path};
 
 use crate::row::Row;
@@ -29,11 +30,15 @@ pub struct Args {
     /// Processes started at once, for the last to be ready
     #[arg(long, default_value_t = 300)]
     crowd: usize,
+    /// Requests with high priority, alone and beside each neighbour
+    #[arg(long, default_value_t = 500)]
+    requests: u64,
 }
 
 /// Measures all of it.
 pub fn run(args: &Args) -> anyhow::Result<Vec<Row>> {
     let mut rows = gpu_time();
+    rows.push(priority(args));
     // The container of most users: with several GPUs the shim asks the driver which one is current.
     let world = World::new(Driver::Machine(Machine::Simple, 1));
     rows.extend(starts(args, &world)?);
@@ -296,4 +301,22 @@ fn parts_of_gpu(cores: &[u8], micros: u32, settles: u64, millis: u64) -> Vec<f64
         .map(|&cores| (cores, ComputePolicy::Strict, kernel.as_str()))
         .collect();
     contended(Machine::Simple, settles, millis, &shares).0
+}
+
+/// The times of a request of 2 ms beside a program that launches as much as it may, by that program's priority.
+fn priority(args: &Args) -> Row {
+    let low = Priority::Low { floor: 0 };
+    let [alone, normal, low] = [None, Some(Priority::Normal), Some(low)].map(|neighbour| {
+        eprintln!("{} requests beside {neighbour:?}", args.requests);
+        requests_beside(neighbour, args.requests)
+    });
+    #[expect(clippy::cast_precision_loss, reason = "milliseconds")]
+    let millis = |micros: u64| micros as f64 / 1e3;
+    Row::new("priority-p99", millis(low.p99) / millis(alone.p99))
+        .beside("alone, ms", millis(alone.p99))
+        .beside("beside a low share", millis(low.p99))
+        .beside("beside a normal share", millis(normal.p99))
+        .beside("medians", millis(alone.p50))
+        .beside("low", millis(low.p50))
+        .beside("normal", millis(normal.p50))
 }

@@ -13,6 +13,7 @@
 pub mod gpu_time;
 mod mount;
 mod node;
+pub mod priority;
 mod probe_client;
 mod steps;
 

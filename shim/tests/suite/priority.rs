@@ -2,74 +2,37 @@
 
 use std::fs;
 use std::os::unix::fs::FileExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use tranche_node::sampler::now;
 use tranche_shim_core::Priority;
 use tranche_shim_core::load::{LEN, MOST_AHEAD_NANOS, PLACES};
-use tranche_shim_tests::gpu_time::{percent_of_gpu, percent_of_gpu_in, program};
-use tranche_shim_tests::{Machine, Node, Probe, Share, World};
+use tranche_shim_tests::gpu_time::{percent_of_gpu, percent_of_gpu_in};
+use tranche_shim_tests::priority::{GpuWithLoad, requests_beside};
 
-use crate::cap::CAP;
-
-/// A GPU with its load page.
-struct Gpu {
-    node: Arc<Node>,
-    uuid: String,
-    load: PathBuf,
-}
-
-impl Gpu {
-    fn new() -> Self {
-        let root = std::env::temp_dir().join(format!(
-            "tranche-shim-{}-priority-{}",
-            std::process::id(),
-            now()
-        ));
-        let node = Arc::new(Node::start(root, Machine::Realistic, 1));
-        let load = node.root().join("load");
-        fs::write(&load, [0; LEN]).unwrap();
-        Self {
-            uuid: node.gpus()[0].uuid.clone(),
-            node,
-            load,
-        }
-    }
-
-    /// A container with half of the GPU, for the calling thread, and a program in it with a kernel.
-    fn container(&self, priority: Priority, kernel: &str) -> (World, Share, Probe, u64) {
-        let world = World::on(&self.node);
-        let share = world.share_of_priority("gpu-0", &self.uuid, CAP, priority, &self.load);
-        let (mut probe, handle) = program(&world, kernel);
-        // The kernel's price becomes known.
-        probe.must(&format!("launch plain {handle} 200 1"));
-        (world, share, probe, handle)
-    }
-
-    /// The percentage of the GPU's time of a program with low priority and no floor that launches as much as it may, beside
-    /// a program with high priority that executes `command` with its kernel.
-    fn share_beside(&self, command: impl Fn(u64) -> String + Sync) -> f64 {
-        let start = Barrier::new(2);
-        std::thread::scope(|scope| {
-            let high = scope.spawn(|| {
-                let (_world, _share, mut probe, kernel) =
-                    self.container(Priority::High, "sim_busy_200us");
-                start.wait();
-                probe.must(&command(kernel));
-            });
-            let low = scope.spawn(|| {
-                let (_world, _share, mut probe, kernel) =
-                    self.container(Priority::Low { floor: 0 }, "sim_busy_200us");
-                start.wait();
-                percent_of_gpu(&self.node, &mut probe, kernel, MILLIS)
-            });
-            high.join().unwrap();
-            low.join().unwrap()
-        })
-    }
+/// The percentage of the GPU's time of a program with low priority and no floor that launches as much as it may, beside
+/// a program with high priority that executes `command` with its kernel.
+fn share_beside(gpu: &GpuWithLoad, command: impl Fn(u64) -> String + Sync) -> f64 {
+    let start = Barrier::new(2);
+    std::thread::scope(|scope| {
+        let high = scope.spawn(|| {
+            let (_world, _share, mut probe, kernel) =
+                gpu.container(Priority::High, "sim_busy_200us");
+            start.wait();
+            probe.must(&command(kernel));
+        });
+        let low = scope.spawn(|| {
+            let (_world, _share, mut probe, kernel) =
+                gpu.container(Priority::Low { floor: 0 }, "sim_busy_200us");
+            start.wait();
+            percent_of_gpu(&gpu.node, &mut probe, kernel, MILLIS)
+        });
+        high.join().unwrap();
+        low.join().unwrap()
+    })
 }
 
 /// How long the tests measure, in milliseconds.
@@ -85,61 +48,34 @@ fn always_busy(load: &Path, stop: &AtomicBool) {
     }
 }
 
-/// The median and the ninth tenth of the times of a request of 2 ms with high priority, in microseconds.
-fn requests_beside(neighbour: Option<Priority>) -> (u64, u64) {
-    const REQUESTS: u64 = 60;
-    let gpu = Gpu::new();
-    let start = Barrier::new(1 + usize::from(neighbour.is_some()));
-    let over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        if let Some(priority) = neighbour {
-            let (gpu, start, over) = (&gpu, &start, &over);
-            scope.spawn(move || {
-                let (_world, _share, mut probe, kernel) = gpu.container(priority, "sim_busy_200us");
-                start.wait();
-                while !over.load(Ordering::Relaxed) {
-                    probe.must(&format!("launch plain {kernel} 500 0"));
-                }
-            });
-        }
-        let (_world, _share, mut probe, kernel) = gpu.container(Priority::High, "sim_busy_200us");
-        start.wait();
-        let answer = probe.must(&format!("requests {kernel} {REQUESTS} 10 20000"));
-        over.store(true, Ordering::Relaxed);
-        (answer.number(0), answer.number(1))
-    })
-}
-
 #[test]
 fn a_request_of_high_priority_is_nearly_as_fast_beside_a_low_share_as_alone() {
     let low = Priority::Low { floor: 10 };
     let [alone, beside_normal, beside_low] =
-        [None, Some(Priority::Normal), Some(low)].map(requests_beside);
-    println!(
-        "median and ninth tenth, µs: alone {alone:?}, beside normal {beside_normal:?}, beside low {beside_low:?}"
-    );
+        [None, Some(Priority::Normal), Some(low)].map(|it| requests_beside(it, 60));
+    println!("in µs: alone {alone:?}, beside normal {beside_normal:?}, beside low {beside_low:?}");
     assert!(
-        beside_low.0 < 2 * alone.0,
+        beside_low.p50 < 2 * alone.p50,
         "{beside_low:?} and {alone:?} alone"
     );
     assert!(
-        beside_low.0 * 2 < beside_normal.0 && beside_low.1 < beside_normal.1,
+        beside_low.p50 * 2 < beside_normal.p50 && beside_low.p90 < beside_normal.p90,
         "{beside_low:?}, and {beside_normal:?} beside a normal share"
     );
 }
 
 #[test]
 fn a_low_share_gets_the_gaps() {
-    let gpu = Gpu::new();
-    let found = gpu.share_beside(|kernel| format!("launch plain {kernel} {MILLIS} 0"));
+    let gpu = GpuWithLoad::new();
+    let found = share_beside(&gpu, |kernel| format!("launch plain {kernel} {MILLIS} 0"));
     println!("beside work: {found:.1} %");
     // If the machine has other work, the program of high priority is not always there.
     assert!(found < 25.0, "beside work: {found:.1} %");
     // Requests of 2 ms, with pauses of 40 ms.
-    let found = gpu.share_beside(|kernel| format!("requests {kernel} 45 10 40000"));
+    let found = share_beside(&gpu, |kernel| format!("requests {kernel} 45 10 40000"));
     println!("beside requests: {found:.1} %");
     assert!(found > 35.0, "beside requests: {found:.1} %");
-    let found = gpu.share_beside(|_| "count".to_owned());
+    let found = share_beside(&gpu, |_| "count".to_owned());
     println!("beside an idle share: {found:.1} %");
     let off = (found - 50.0).abs();
     assert!(off < 5.0, "beside an idle share: {found:.1} %");
@@ -166,7 +102,7 @@ fn beside_page(
     kernel: &str,
     write: impl FnOnce(&Path, &AtomicBool) + Send,
 ) -> (f64, u64) {
-    let gpu = Gpu::new();
+    let gpu = GpuWithLoad::new();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let low = Priority::Low { floor };
@@ -210,7 +146,7 @@ fn collective_kernels_do_not_wait_for_others() {
 /// A launch into a capture takes no GPU time.
 #[test]
 fn launches_into_a_capture_do_not_wait_for_others() {
-    let gpu = Gpu::new();
+    let gpu = GpuWithLoad::new();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let low = Priority::Low { floor: 0 };
@@ -230,7 +166,7 @@ fn launches_into_a_capture_do_not_wait_for_others() {
 
 #[test]
 fn a_dead_high_share_frees_the_low_ones() {
-    let gpu = Gpu::new();
+    let gpu = GpuWithLoad::new();
     let (start, killed) = (Barrier::new(2), Barrier::new(2));
     std::thread::scope(|scope| {
         scope.spawn(|| {
