@@ -18,6 +18,7 @@ mod lifecycle;
 mod loading;
 mod local;
 mod managed;
+mod monitors;
 mod mps;
 mod multicast;
 mod nvml;

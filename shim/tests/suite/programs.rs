@@ -9,22 +9,22 @@ use tranche_shim_tests::text;
 use crate::cap::CAP;
 use crate::families::Case;
 
-fn repository() -> PathBuf {
+pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// The Python of a generation of the clients.
-fn python(generation: &str) -> PathBuf {
+/// The programs of an environment with clients: `python` and what came with its packages.
+pub fn clients(list: &str) -> PathBuf {
     let script = repository().join("simulator/client-environment");
-    let done = Command::new(script).arg(generation).output().unwrap();
+    let done = Command::new(script).arg(list).output().unwrap();
     assert!(done.status.success(), "{}", text(&done.stderr));
-    Path::new(text(&done.stdout).trim()).join("bin/python")
+    Path::new(text(&done.stdout).trim()).join("bin")
 }
 
 /// Each family can take the cap, except for a rest that is smaller than a piece, and never more (`fill.py` checks
 /// that); then nothing is left.
 fn fill(generation: &str) {
-    let python = python(generation);
+    let python = clients(generation).join("python");
     let mut case = Case::new();
     case.probe.kill();
     let ran = case
