@@ -126,6 +126,9 @@ pub fn device_at(gpu: usize) -> Result<Device, Code> {
         return Err(Code::INVALID_ARGUMENT);
     }
     let state = &library.shared.gpus[gpu];
+    if let Some(code) = tranche_simulator_machine::faults::inject_for(state.minor) {
+        return Err(Code(code));
+    }
     if state.is_lost() {
         return Err(Code::GPU_IS_LOST);
     }

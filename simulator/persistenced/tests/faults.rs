@@ -198,3 +198,38 @@ fn calls_fail_and_wait_as_the_file_says() {
     };
     common::wait_until(slow, || "no call waits".into());
 }
+
+/// What a process waits for in the kernel for ever.
+#[test]
+fn calls_hang_for_one_gpu_or_at_the_start_until_the_file_changes() {
+    let machine = Machine::start("T4", 2);
+    let write = |text: &str| {
+        std::fs::write(machine.path("etc/nvidia-sim/faults.toml"), text).unwrap();
+    };
+    let nvml = machine.nvml();
+    let [first, second] = [0, 1].map(|index| nvml.device_by_index(index).unwrap());
+    write("[[fault]]\ngpu = 1\nhang = true\n");
+    std::thread::scope(|scope| {
+        // A call that begins before the file is noticed returns.
+        let hangs = scope.spawn(|| while second.memory_info().is_ok() {});
+        let last = std::time::Instant::now();
+        while last.elapsed() < 5 * tranche_simulator_machine::faults::PERIOD {
+            first.memory_info().unwrap();
+        }
+        assert!(!hangs.is_finished());
+        write("[[fault]]\ngpu = 1\ncode = 999\n");
+        hangs.join().unwrap();
+    });
+    drop(nvml);
+    write("[[fault]]\ncall = \"nvmlInit\"\nhang = true\n");
+    let mut smi = machine.command(machine.path("usr/bin/nvidia-smi"));
+    let mut smi = smi.stdout(std::process::Stdio::null()).spawn().unwrap();
+    let sleeps = || {
+        let stack = std::fs::read_to_string(format!("/proc/{}/stat", smi.id())).unwrap();
+        stack.contains(") S ")
+    };
+    common::wait_until(sleeps, || "nvidia-smi does not wait".into());
+    assert_eq!(smi.try_wait().unwrap(), None);
+    write("");
+    assert!(smi.wait().unwrap().success());
+}
