@@ -3,7 +3,9 @@
 use std::io::{self, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::layout::{DeviceId, SOCKET};
 use crate::limits::Limits;
@@ -38,6 +40,7 @@ pub enum ClientError {
 #[derive(Clone, Debug)]
 pub struct Client {
     socket: PathBuf,
+    patience: Duration,
 }
 
 impl Client {
@@ -46,6 +49,7 @@ impl Client {
     pub fn new(folder: &Path) -> Self {
         Self {
             socket: folder.join(SOCKET),
+            patience: PATIENCE,
         }
     }
 
@@ -88,14 +92,88 @@ impl Client {
     }
 
     fn exchange(&self, request: &Request) -> io::Result<Vec<u8>> {
-        let mut stream = UnixStream::connect(&self.socket)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        let until = Instant::now() + self.patience;
+        let late = || {
+            let text = format!("no answer within {} s", self.patience.as_secs());
+            io::Error::new(io::ErrorKind::TimedOut, text)
+        };
+        let left = || {
+            let left = until.saturating_duration_since(Instant::now());
+            (!left.is_zero()).then_some(left).ok_or_else(late)
+        };
+        let in_time = |error: io::Error| match error.kind() {
+            io::ErrorKind::WouldBlock => late(),
+            _ => error,
+        };
+        let socket = socket_with(
+            AddressFamily::UNIX,
+            SocketType::STREAM,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        let mut stream = UnixStream::from(socket);
+        // It also limits connect(2), which waits while the supervisor accepts nobody.
+        stream.set_write_timeout(Some(left()?))?;
+        connect(&stream, &SocketAddrUnix::new(&self.socket)?)
+            .map_err(|error| in_time(error.into()))?;
         let mut line = serde_json::to_vec(request)?;
         line.push(b'\n');
-        stream.write_all(&line)?;
+        stream.write_all(&line).map_err(in_time)?;
         let mut answer = Vec::new();
-        stream.take(LONGEST).read_to_end(&mut answer)?;
-        Ok(answer)
+        let mut part = [0; 4096];
+        loop {
+            stream.set_read_timeout(Some(left()?))?;
+            match stream.read(&mut part).map_err(in_time)? {
+                0 => return Ok(answer),
+                read => answer.extend_from_slice(&part[..read]),
+            }
+            if answer.len() as u64 > LONGEST {
+                let text = format!("its answer is longer than {LONGEST} bytes");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    fn client(folder: &Path) -> Client {
+        Client {
+            patience: Duration::from_millis(50),
+            ..Client::new(folder)
+        }
+    }
+
+    fn is_late(result: Result<Vec<Daemon>, ClientError>) -> bool {
+        matches!(result, Err(ClientError::Unreachable { source, .. }) if source.kind() == io::ErrorKind::TimedOut)
+    }
+
+    #[test]
+    fn a_supervisor_that_accepts_nobody_is_given_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join(SOCKET)).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        // The only one who gets into the queue.
+        let _first = UnixStream::connect(folder.path().join(SOCKET)).unwrap();
+        assert!(is_late(client(folder.path()).list()));
+    }
+
+    #[test]
+    fn a_supervisor_whose_answer_has_no_end_is_given_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(folder.path().join(SOCKET)).unwrap();
+        let answers = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            // Until the client has closed it.
+            while stream.write_all(b" ").is_ok() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        assert!(is_late(client(folder.path()).list()));
+        answers.join().unwrap();
     }
 }
