@@ -11,6 +11,7 @@ use tranche_api::GpuNode;
 use tranche_api::conditions::State;
 
 use crate::FIELD_MANAGER;
+use crate::cluster::api_server::within;
 
 /// The API server refuses a longer note.
 const LONGEST_NOTE: usize = 1024;
@@ -105,9 +106,17 @@ impl Events {
         let recorder = self.recorder.clone();
         tokio::spawn(async move {
             for object in regarding {
-                if let Err(error) = recorder.publish(&event, &object).await {
-                    warn!(%error, object = object.name, "cannot publish an event; check that the plugin may create and patch events (events.k8s.io)");
-                }
+                let published = within(recorder.publish(&event, &object)).await;
+                let failed = match published {
+                    Ok(Ok(())) => continue,
+                    Ok(Err(error)) => error.to_string(),
+                    Err(silent) => silent.to_string(),
+                };
+                warn!(
+                    error = failed,
+                    object = object.name,
+                    "cannot publish an event; check that the plugin may create and patch events (events.k8s.io)"
+                );
             }
         });
     }
