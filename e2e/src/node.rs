@@ -17,6 +17,9 @@ use crate::wait::Limit;
 /// The machine file of a node's simulated GPUs.
 pub const MACHINE: &str = "/etc/nvidia-sim/machine.toml";
 
+/// The file of the calls of the simulated driver that fail or hang.
+const FAULTS: &str = "/etc/nvidia-sim/faults.toml";
+
 /// The folder of a node's driver libraries.
 pub const LIBRARIES: &str = "/usr/lib/x86_64-linux-gnu";
 
@@ -173,6 +176,16 @@ impl Node {
         self.shell(&format!("nvidia-sim-persistenced lose-gpu {uuid}"))
             .await?;
         Ok(format!("nvidia-sim-persistenced restore-gpu {uuid}"))
+    }
+
+    /// Makes calls of the simulated driver hang; `which` selects them, as in the simulator's file of faults. After the returned script
+    /// they return.
+    pub async fn hang(&self, which: &str) -> anyhow::Result<String> {
+        self.shell(&format!(
+            "printf '[[fault]]\\n{which}\\nhang = true\\n' >{FAULTS}.new; mv {FAULTS}.new {FAULTS}"
+        ))
+        .await?;
+        Ok(format!("rm -f {FAULTS}"))
     }
 
     /// Switches a GPU to MIG mode as an administrator does, while nothing uses it; the returned script

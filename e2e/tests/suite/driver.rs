@@ -142,6 +142,49 @@ fn devices_leave_with_the_driver_and_return_with_it() -> anyhow::Result<()> {
     })
 }
 
+#[test]
+fn a_driver_that_hangs_withholds_all_gpus_until_it_answers() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let plugin = case.plugin();
+        plugin.published().await?;
+        let namespace = case.namespace("hangs").await?;
+        let share = Request::capped("3Gi", "10");
+        let holder = namespace
+            .running("holder", &share, &workload::hold("2Gi"))
+            .await?;
+        holder.started().await?;
+        let beat = holder.next_beat().await?;
+
+        let back = case.node.hang("call = \"nvmlInit\"").await?;
+        let (node, script, restored) = (case.node.clone(), back.clone(), case.plugin());
+        case.afterwards("the driver", async move {
+            node.shell(&script).await?;
+            restored.published().await.map(drop)
+        });
+        let node = until_driver(case, "a driver that hangs", false).await?;
+        ensure!(
+            driver_ready(&node) == Some((false, "DriverHangs".into())),
+            "{:?}",
+            node.status
+        );
+        let status = node.status.context("no status")?;
+        ensure!(status.inventory.is_some(), "the GPUs are still known");
+        let withheld = status.withheld.iter().map(|it| &it.gpu);
+        let gpus = case.gpus.iter().map(|gpu| &gpu.uuid);
+        ensure!(withheld.eq(gpus), "{:?}", status.withheld);
+        let late = namespace.idle("late", &share).await?;
+        late.unschedulable().await?;
+        let after = holder.next_beat().await?;
+        ensure!(after.beat > beat.beat && after.errors == 0, "{after:?}");
+        // Unprepare needs no driver.
+        holder.delete().await?;
+
+        case.node.shell(&back).await?;
+        until_driver(case, "the driver back", true).await?;
+        late.started().await.map(drop)
+    })
+}
+
 /// The plugin's own /dev is filled when its container starts and lacks the nodes of a driver that is loaded later.
 #[test]
 fn a_driver_that_is_loaded_after_the_plugin_started_is_found() -> anyhow::Result<()> {

@@ -1,5 +1,7 @@
-//! Devices that the node must withhold or refuse: GPUs of a competing driver, GPUs that are lost or in MIG mode, and devices that an
-//! allocator allocated twice.
+//! Devices that the node must withhold or refuse: GPUs of a competing driver, GPUs that are lost, that hang, that have no device node or
+//! are in MIG mode, and devices that an allocator allocated twice.
+
+use std::path::Path;
 
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::{Event, Node as CoreNode};
@@ -229,6 +231,39 @@ fn a_gpu_that_is_switched_to_mig_mode_is_not_offered_whole() -> anyhow::Result<(
     run_on_a_node(async |case: &Case| {
         costs_its_own_devices(case, "mig", "MigMode", async |node, uuid| {
             node.enable_mig_mode(uuid).await
+        })
+        .await
+    })
+}
+
+/// The calls of the samplers hang, too, because the neighbour keeps them at work.
+#[test]
+fn a_gpu_whose_calls_hang_costs_its_own_devices() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let namespace = case.namespace("hang-metrics").await?;
+        let token = token(case, namespace.name(), true).await?;
+        let minor = case.gpus[0].minor;
+        costs_its_own_devices(case, "hang", "DriverHangs", async |node, uuid| {
+            let undo = node.hang(&format!("gpu = {minor}")).await?;
+            let series = format!("tranche_driver_call_hanging{{gpu=\"{uuid}\"}} 1");
+            wait::for_answer("the metric of the call", wait::USUAL, async || {
+                let text = read(case, "/metrics", &token).await?;
+                Ok(text.contains(&series).then_some(()))
+            })
+            .await?;
+            Ok(undo)
+        })
+        .await
+    })
+}
+
+/// The plugin's container has its own `/dev`, in which the node stays.
+#[test]
+fn a_gpu_without_its_device_node_costs_its_own_devices() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        let minor = case.gpus[0].minor;
+        costs_its_own_devices(case, "node-file", "NoDeviceNode", async |node, _| {
+            node.hide(Path::new(&format!("/dev/nvidia{minor}"))).await
         })
         .await
     })
