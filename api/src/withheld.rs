@@ -76,6 +76,9 @@ pub mod reason {
         /// All of them.
         ALL;
         GPU_LOST = "GpuLost", "node", "": "The driver counts the GPU and cannot reach it (`NVML_ERROR_GPU_IS_LOST`): it fell off the bus or needs a reset.";
+        DRIVER_HANGS = "DriverHangs", "node", "": "A call of the driver for the GPU, or the start of NVML, does not return. The GPU is offered again when the call returns.";
+        NO_DEVICE_NODE = "NoDeviceNode", "node", "": "The host has no device node `/dev/nvidiaN` of the GPU, which a container needs.";
+        LEFT_OVER = "LeftOver", "node", "": "Something of released claims is still on the GPU: an MPS daemon that its supervisor does not end, a GPU instance in use, a GPU that does not come back from VFIO.";
         NOT_DESCRIBED = "NotDescribed", "node", "": "An NVML call that describes the GPU failed.";
         MIG_MODE = "MigMode", "node, controller", "": "The GPU is in MIG mode, or will be after its next reset: it cannot be offered whole. Or it is not in MIG mode and must be reset to be: it has no partitions.";
         UNOWNED_MEMORY = "UnownedMemory", "node", "": "Memory of the GPU is in use by no process, so that it is not there for a new claim.";

@@ -12,7 +12,7 @@
 //!
 //! **Who owns an instance.** The [`GpuChanges`] is written before an instance is created, while its placement is free, and
 //! again with the instance's id. An instance that the record does not name belongs to somebody else: Tranche never
-//! removes it and creates nothing that overlaps with it. If it is exactly the wanted partition, with one compute
+//! removes it and creates nothing that overlaps with it (the record of an earlier boot names none). If it is exactly the wanted partition, with one compute
 //! instance that has all of it, Tranche uses it as it is.
 //!
 //! **MIG mode** is switched on for the first partition. If Tranche switched it on, it is switched off after the last
@@ -367,6 +367,18 @@ impl GpuChanges {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
+    }
+
+    /// What is left of it after a boot, which removes GPU instances, ends daemons, and resets compute mode and time slices. What is
+    /// on the GPU then is of somebody else, even where an instance has the placement and the id of one of ours. MIG mode
+    /// survives a boot on some models.
+    #[must_use]
+    pub fn after_a_boot(self) -> Self {
+        Self {
+            switched_mig_on: self.switched_mig_on,
+            vfio: self.vfio,
+            ..Self::default()
+        }
     }
 
     /// Adds the content of another record.

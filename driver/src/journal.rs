@@ -47,19 +47,32 @@ pub struct GpuRecord {
     min_reader: u64,
     /// `GPU-…`.
     pub gpu_uuid: String,
+    /// The kernel's boot in which it was written, if that is recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    boot: Option<String>,
     /// The changes.
-    pub changes: gpu_state::GpuChanges,
+    changes: gpu_state::GpuChanges,
 }
 
 impl GpuRecord {
-    /// A record of this version.
+    /// A record of this version, written in this boot.
     #[must_use]
-    pub const fn new(gpu_uuid: String, changes: gpu_state::GpuChanges) -> Self {
+    pub const fn new(gpu_uuid: String, boot: String, changes: gpu_state::GpuChanges) -> Self {
         Self {
+            boot: Some(boot),
             version: VERSION,
             min_reader: MIN_READER,
             gpu_uuid,
             changes,
+        }
+    }
+
+    /// The changes that are left in this boot.
+    #[must_use]
+    pub fn changes_in(self, boot: &str) -> gpu_state::GpuChanges {
+        match self.boot {
+            Some(before) if before != boot => self.changes.after_a_boot(),
+            _ => self.changes,
         }
     }
 

@@ -32,12 +32,33 @@ use crate::kubelet::proto::pluginregistration::registration_server::Registration
 use crate::kubelet::registration::RegistrationService;
 use crate::kubelet::sockets::Socket;
 
+/// Two threads: most of the work is waiting for disk and API server, and every thread takes memory.
+const THREADS: usize = 2;
+
+/// More than are ever busy: those for the files of claims ([`crate::claim::preparer`]), one for each GPU whose state is changed, of
+/// which a node has 16, and one for each periodic task.
+const BLOCKING_THREADS: usize = 64;
+
+/// Shorter than the time in which the periodic tasks use all threads in turn, so that idle threads
+/// end.
+const IDLE: Duration = Duration::from_secs(1);
+
 /// How long helpers may take to end. Calls of a driver that hangs never return, and the next instance must not wait for them: no
 /// claim of the node is prepared until it serves.
 const HELPERS_END: Duration = Duration::from_secs(5);
 
 /// How long the end waits for the audit trail's disk.
 const AUDIT_END: Duration = Duration::from_secs(2);
+
+/// The runtime of the plugin.
+pub fn runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .max_blocking_threads(BLOCKING_THREADS)
+        .thread_keep_alive(IDLE)
+        .enable_all()
+        .build()
+}
 
 /// Runs until SIGTERM or SIGINT, or until a server fails.
 pub async fn run(args: Args) -> anyhow::Result<()> {

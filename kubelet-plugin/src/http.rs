@@ -22,6 +22,7 @@ use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use tokio::sync::watch;
 use tranche_api::gpu_node::Inventory;
 use tranche_api::usage::NodeUsage;
+use tranche_node::nvml::Hangs;
 
 use self::format::Format;
 use crate::gpu::driver_state::DriverState;
@@ -36,6 +37,8 @@ use crate::share::usage::Usage;
 pub struct Scrape {
     /// Whether there is a driver.
     pub driver: watch::Receiver<DriverState>,
+    /// Which calls of the driver do not return.
+    pub hangs: Hangs,
     pub metrics: Arc<Metrics>,
     pub ledger: Arc<Ledger>,
     /// The paths of its pages.
@@ -60,7 +63,9 @@ async fn metrics(State(scrape): State<Scrape>, headers: HeaderMap) -> impl IntoR
         DriverState::Ready(ready) => Some(Arc::clone(ready)),
         DriverState::Unknown | DriverState::Absent(_) => None,
     };
-    scrape.metrics.driver_ready.set(i64::from(ready.is_some()));
+    let is_ready = ready.as_ref().is_some_and(|ready| ready.hang.is_none());
+    scrape.metrics.driver_ready.set(i64::from(is_ready));
+    scrape.metrics.set_hangs(&scrape.hangs.now());
     let accept = headers.get(header::ACCEPT).and_then(|it| it.to_str().ok());
     let format = Format::negotiate(accept);
     let work = tokio::task::spawn_blocking(move || {

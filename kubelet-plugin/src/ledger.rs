@@ -110,7 +110,7 @@ pub struct Reservation {
 impl Reservation {
     /// The record to carry out.
     #[must_use]
-    pub fn record(&self) -> &ClaimRecord {
+    pub const fn record(&self) -> &Arc<ClaimRecord> {
         &self.record
     }
 

@@ -34,20 +34,18 @@ impl Locks {
         held
     }
 
-    /// Waits for a lock, on a thread that may block.
-    #[must_use]
-    pub fn blocking_lock(self: &Arc<Self>, uid: &str) -> LockGuard {
-        let (lock, mut held) = self.entry(uid);
-        held.guard = Some(lock.blocking_lock_owned());
-        held
-    }
-
     /// The lock, if it is free.
     #[must_use]
     pub fn try_lock(self: &Arc<Self>, uid: &str) -> Option<LockGuard> {
         let (lock, mut held) = self.entry(uid);
         held.guard = Some(lock.try_lock_owned().ok()?);
         Some(held)
+    }
+
+    /// Whether somebody holds the lock or waits for it.
+    #[must_use]
+    pub fn is_in_use(&self, uid: &str) -> bool {
+        self.table().contains_key(uid)
     }
 
     /// A lock, and a guard that does not hold it yet. The guard exists before the wait, so that a cancelled wait is

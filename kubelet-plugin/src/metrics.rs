@@ -11,6 +11,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 use tranche_api::Tier;
+use tranche_node::nvml::{EVENTS, Hang};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Method {
@@ -51,6 +52,12 @@ struct TierLabels {
     tier: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct GpuLabels {
+    /// A UUID, or empty.
+    gpu: String,
+}
+
 /// Seconds: from a tenth of the target to the kubelet's deadline.
 const BUCKETS: [f64; 14] = [
     0.0002, 0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.1, 0.5, 1.0, 5.0, 15.0, 45.0,
@@ -83,6 +90,7 @@ pub struct Metrics {
     pub driver_ready: Gauge,
     /// GPUs with shares for which NVML does not report utilization by process.
     pub gpus_without_process_utilization: Gauge,
+    hanging_calls: Family<GpuLabels, Gauge<i64, AtomicI64>>,
 }
 
 impl Default for Metrics {
@@ -104,6 +112,7 @@ impl Default for Metrics {
             audit_entries_lost: Counter::default(),
             driver_ready: Gauge::default(),
             gpus_without_process_utilization: Gauge::default(),
+            hanging_calls: Family::default(),
         };
         metrics.register();
         metrics
@@ -180,6 +189,22 @@ impl Metrics {
             "GPUs with compute shares for which NVML does not report utilization by process (MIG, vGPU): their shares get a common correction",
             self.gpus_without_process_utilization.clone(),
         );
+        r.register(
+            "driver_call_hanging",
+            "1 for each GPU for which a call of the driver does not return; without a GPU it is the start of NVML",
+            self.hanging_calls.clone(),
+        );
+    }
+
+    /// Sets which GPUs have a call that does not return.
+    pub fn set_hangs(&self, hangs: &[Hang]) {
+        self.hanging_calls.clear();
+        for hang in hangs.iter().filter(|hang| hang.object != EVENTS) {
+            let labels = GpuLabels {
+                gpu: hang.object.clone(),
+            };
+            self.hanging_calls.get_or_create(&labels).set(1);
+        }
     }
 
     /// Counts one claim of one call.

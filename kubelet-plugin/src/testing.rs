@@ -48,10 +48,11 @@ use crate::share::last_findings::LastFindings;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::discover::discover;
 use tranche_node::inventory::inventory;
-use tranche_node::nvml::{Gate, Nvml as _};
+use tranche_node::nvml::{Gate, Hangs, Nvml as _};
 use tranche_node::processes::containers::Containers;
 use tranche_node::root::DriverRoot;
 use tranche_node::testing::{self as files, MigGpus};
+use tranche_node::vfio::Groups as _;
 
 pub const NODE: &str = "node-a";
 pub const POOL: &str = "node-a/gpu";
@@ -289,6 +290,11 @@ impl World {
         }
     }
 
+    /// The kernel's boot.
+    pub fn boot(&self) -> String {
+        self.groups_for(Arc::new(HostFs)).boot().unwrap()
+    }
+
     pub fn make_node(&self, name: &str) {
         make_node(&self.driver_root(), name);
     }
@@ -359,11 +365,12 @@ impl World {
         let (suspect_orphans, suspicions) = suspicions();
         let gate = Gate::default();
         let gpus = Arc::new(Gpus::new(
-            GpuRecords::open(Arc::clone(&fs), self.layout.gpus())?,
+            GpuRecords::open(Arc::clone(&fs), self.layout.gpus(), &self.boot())?,
             LoadPages::open(Arc::clone(&fs), self.layout.load(), Arc::clone(&ledger))?,
             Arc::clone(&ledger),
             Hardware {
                 nvml: Box::new(self.driver_for(Arc::clone(&fs))),
+                hangs: Hangs::default(),
                 daemons: Box::new(MortalClient {
                     supervisor: self.mps.clone(),
                     fs: Arc::clone(&fs),
@@ -552,6 +559,7 @@ fn ready(driver_root: &Path, layout: &Layout, gpus: &MigGpus) -> Ready {
     Ready {
         inventory: inventory(&description, Path::new("/nowhere")),
         withheld: Vec::new(),
+        hang: None,
         spec: Some(driver_spec(&files, &paths, &shims).unwrap().encode()),
         dev_root: root.path().to_owned(),
         dev_root_on_host: root.on_host().to_owned(),

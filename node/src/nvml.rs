@@ -4,6 +4,7 @@
 //! appears late or fails. [`search`] finds the real library, `library` calls it.
 
 mod call;
+mod deadline;
 mod gate;
 mod kept;
 mod library;
@@ -25,9 +26,10 @@ use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
 
+pub use deadline::{Entered, Hang, Hangs};
 pub use gate::{Gate, Gated, Pass, Patient, Shut};
 pub use kept::KeptNvml;
-pub use session::Session;
+pub use session::{EVENTS, OF_SAMPLERS, Session};
 
 /// What NVML reports about a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -40,6 +42,29 @@ pub struct Description {
     pub gpus: Vec<GpuDescription>,
     /// GPUs that NVML counts and cannot describe (fallen off the bus, say).
     pub broken: Vec<BrokenGpu>,
+}
+
+/// What NVML reports about a node without its GPUs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Outline {
+    /// nvmlSystemGetDriverVersion.
+    pub driver_version: String,
+    /// nvmlSystemGetCudaDriverVersion_v2 as `major.minor`.
+    pub cuda_driver_version: String,
+    /// nvmlDeviceGetCount_v2.
+    pub count: u32,
+}
+
+impl Description {
+    /// Without any GPU.
+    #[must_use]
+    pub fn of(outline: &Outline) -> Self {
+        Self {
+            driver_version: outline.driver_version.clone(),
+            cuda_driver_version: outline.cuda_driver_version.clone(),
+            ..Self::default()
+        }
+    }
 }
 
 /// A GPU that NVML counts and cannot describe.
@@ -196,6 +221,17 @@ pub enum NvmlError {
         /// The object of the call.
         object: String,
     },
+    /// A call has not returned in time. It goes on, because nothing can end it.
+    #[error(
+        "{call}({object}): the driver does not answer: the call hangs. It is used again when the call returns; see the kernel log \
+         (`dmesg`) for the cause, then reset the GPU (`nvidia-smi --gpu-reset`) or reboot the node"
+    )]
+    Hangs {
+        /// The NVML function.
+        call: &'static str,
+        /// The object of the call.
+        object: String,
+    },
     /// A call failed.
     #[error("{call}({object}): {reason}")]
     Call {
@@ -263,6 +299,37 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// Describes driver and GPUs as they are now. A GPU that cannot be described is listed as
     /// broken; the others are described.
     fn describe(&self) -> Result<Description, NvmlError>;
+
+    /// [`Self::describe`] without the GPUs.
+    fn outline(&self) -> Result<Outline, NvmlError> {
+        let all = self.describe()?;
+        Ok(Outline {
+            count: u32::try_from(all.gpus.len() + all.broken.len()).unwrap_or(u32::MAX),
+            driver_version: all.driver_version,
+            cuda_driver_version: all.cuda_driver_version,
+        })
+    }
+
+    /// [`Self::describe`] for the GPU with this index.
+    fn describe_gpu(&self, index: u32) -> Result<GpuDescription, BrokenGpu> {
+        let broken = |error| BrokenGpu {
+            index,
+            uuid: None,
+            error,
+        };
+        let all = self.describe().map_err(broken)?;
+        if let Some(gpu) = all.gpus.into_iter().find(|gpu| gpu.index == index) {
+            return Ok(gpu);
+        }
+        let known = all.broken.into_iter().find(|gpu| gpu.index == index);
+        Err(known.unwrap_or_else(|| {
+            broken(NvmlError::Call {
+                call: "nvmlDeviceGetHandleByIndex_v2",
+                object: format!("index {index}"),
+                reason: "there is no such GPU".to_owned(),
+            })
+        }))
+    }
 
     /// nvmlDeviceGetMinorNumber: the N of `/dev/nvidiaN`.
     fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError>;
@@ -343,3 +410,12 @@ pub struct Opened {
 /// The driver's visible files, and the identity of each.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traces(pub Vec<(PathBuf, String)>);
+
+impl Traces {
+    /// Whether no kernel module of the driver is loaded.
+    #[must_use]
+    pub fn lack_module(&self) -> bool {
+        let mut traces = self.0.iter();
+        traces.any(|(path, text)| path.as_os_str() == search::VERSION && text.is_empty())
+    }
+}

@@ -96,6 +96,9 @@ impl KnownGpus {
                     "{error}: it fell off the bus or needs a reset; see the kernel log (`dmesg`) for its Xid, then reset it (`nvidia-smi --gpu-reset`) or reboot the node"
                 ),
             ),
+            NvmlError::Hangs { .. } => {
+                WithheldGpu::whole(&name, reason::DRIVER_HANGS, error.to_string())
+            }
             error => WithheldGpu::whole(
                 &name,
                 reason::NOT_DESCRIBED,

@@ -2,7 +2,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use super::*;
-use crate::mig::tables;
+use crate::mig::{Placement, tables};
 use crate::preparation::{MigDevice, PreparationPlan, plan};
 use crate::testing::{allocation, capped, gpu, inventory, plain, with};
 
@@ -79,13 +79,41 @@ fn the_record_of_a_gpu_is_read_back() {
         switched_mig_on: true,
         ..gpu_state::GpuChanges::default()
     };
-    let record = GpuRecord::new("GPU-1".to_owned(), changes);
+    let record = GpuRecord::new("GPU-1".to_owned(), "boot-1".to_owned(), changes);
     assert_eq!(GpuRecord::decode(&record.encode()).unwrap(), record);
     assert_eq!(
         String::from_utf8(record.encode()).unwrap(),
-        "{\"version\":1,\"minReader\":1,\"gpuUuid\":\"GPU-1\",\"changes\":{\"switchedMigOn\":true,\"instances\":[]}}\n",
+        "{\"version\":1,\"minReader\":1,\"gpuUuid\":\"GPU-1\",\"boot\":\"boot-1\",\"changes\":{\"switchedMigOn\":true,\"instances\":[]}}\n",
         "{CHANGED}"
     );
+}
+
+/// An instance that is there after a boot belongs to somebody else, also at the same placement and with the same id.
+#[test]
+fn the_record_of_an_earlier_boot_names_no_instance() {
+    let changes = gpu_state::GpuChanges {
+        switched_mig_on: true,
+        instances: vec![gpu_state::Owned {
+            placement: Placement {
+                start: 4,
+                profile: "2g.20gb".parse().unwrap(),
+            },
+            id: Some(1),
+        }],
+        ..gpu_state::GpuChanges::default()
+    };
+    let record = GpuRecord::new("GPU-1".to_owned(), "boot-1".to_owned(), changes.clone());
+    assert_eq!(record.clone().changes_in("boot-1"), changes);
+    let after = gpu_state::GpuChanges {
+        instances: Vec::new(),
+        ..changes.clone()
+    };
+    assert_eq!(record.clone().changes_in("boot-2"), after);
+    // A release that did not write the boot.
+    let text = String::from_utf8(record.encode()).unwrap();
+    let old = text.replace("\"boot\":\"boot-1\",", "");
+    let old = GpuRecord::decode(old.as_bytes()).unwrap();
+    assert_eq!(old.changes_in("boot-2"), changes);
 }
 
 /// What a later release might write: version 2, with unknown fields in every object, and a `minReader` that allows

@@ -39,6 +39,7 @@ pub(crate) async fn run(control_plane: &ControlPlane, pod: &Pod) -> anyhow::Resu
     let others = verdict(&inventory, &Observations::default());
     let ready = Ready {
         inventory,
+        hang: None,
         withheld: Vec::new(),
         spec: None,
         dev_root: "/".into(),

@@ -14,7 +14,7 @@ use tranche_api::{WithheldGpu, names};
 use tranche_driver::cdi::Shim;
 use tranche_driver::competing_drivers::Verdict;
 use tranche_node::nvml::search::InstalledDriver;
-use tranche_node::nvml::{Driver, Gate, Gated, Patient, Session};
+use tranche_node::nvml::{Driver, Gate, Gated, Hangs, OF_SAMPLERS, Patient, Session};
 use tranche_node::processes::containers::Containers;
 use tranche_node::usage::Reader;
 use tranche_node::vfio::{Groups, Vfio};
@@ -41,7 +41,7 @@ use crate::gpu::records::GpuRecords;
 use crate::host::fs::Fs;
 use crate::host::install::{self, Installation};
 use crate::host::layout::Layout;
-use crate::http::health::{self, Health};
+use crate::http::health::{self, BlockingThreads, Health};
 use crate::http::{self, Scrape};
 use crate::kubelet::pod_resources::{Kubelet, PodResources};
 use crate::kubelet::registration::Registered;
@@ -69,6 +69,8 @@ pub(super) struct Node {
     contexts: Arc<Contexts>,
     spec_file: Arc<SpecFile>,
     installed: InstalledDriver,
+    /// Which calls of the driver do not return.
+    hangs: Hangs,
     /// The NVML that stays open.
     session: Session,
     gate: Gate,
@@ -125,12 +127,14 @@ impl Node {
         let (policy_tx, policy) = watch::channel(NodePolicy::default());
         let dev = args.host_root.join("dev");
         let installed = InstalledDriver::new(&args.host_root, args.driver_root.folder());
+        let hangs = Hangs::default();
         let node = Self {
             metrics: Arc::default(),
             last_findings: Arc::default(),
             contexts: Arc::new(Contexts::load(Arc::clone(&fs), &layout)),
             spec_file: Arc::new(SpecFile::new(Arc::clone(&fs), &layout)),
-            session: Session::new(Arc::new(installed.clone())),
+            session: Session::new(Arc::new(installed.clone()), &hangs).with_patience(OF_SAMPLERS),
+            hangs,
             installed,
             gate: Gate::default(),
             groups: Arc::new(Vfio::new(&args.sysfs, dev, &args.proc)),
@@ -171,8 +175,9 @@ impl Node {
         let fs = Arc::clone(&self.fs);
         let executor = Executor::new(fs, self.layout.clone(), Arc::clone(&audit))?;
         let ledger = Arc::new(recover(&*self.fs, &self.layout, &executor)?);
+        let boot = self.groups.boot().context("--proc")?;
         let gpus = Arc::new(Gpus::new(
-            GpuRecords::open(Arc::clone(&self.fs), self.layout.gpus())?,
+            GpuRecords::open(Arc::clone(&self.fs), self.layout.gpus(), &boot)?,
             LoadPages::open(
                 Arc::clone(&self.fs),
                 self.layout.load(),
@@ -212,13 +217,19 @@ impl Node {
 
     fn hardware(&self) -> Hardware {
         Hardware {
-            nvml: Box::new(self.installed.clone()),
+            nvml: Box::new(self.new_session()),
+            hangs: self.hangs.clone(),
             daemons: Box::new(tranche_mps::client::Client::new(&self.layout.mps())),
             groups: Arc::clone(&self.groups),
             gate: self.gate.clone(),
             open_patience: OPEN_PATIENCE,
             proc: self.args.proc.clone(),
         }
+    }
+
+    /// An NVML that is open only while it is used.
+    fn new_session(&self) -> Session {
+        Session::new(Arc::new(self.installed.clone()), &self.hangs)
     }
 
     fn install(&self) -> Result<Installation, install::InstallError> {
@@ -264,9 +275,12 @@ impl Node {
             registration_socket: self.layout.registration_socket(),
             dra_socket: self.layout.dra_socket(),
             registered: self.registered.clone(),
+            threads: BlockingThreads::default(),
+            patience: health::STUCK,
         };
         let scrape = Scrape {
             driver: self.driver.clone(),
+            hangs: self.hangs.clone(),
             metrics: Arc::clone(&self.metrics),
             ledger: Arc::clone(&claims.ledger),
             layout: self.layout.clone(),
@@ -331,9 +345,10 @@ impl Node {
         helpers: &mut JoinSet<()>,
         stop: &CancellationToken,
     ) -> watch::Receiver<Vec<WithheldGpu>> {
-        let installed = Box::new(self.installed.clone());
+        let session = Box::new(self.new_session());
         let observer = Observer {
-            driver: Box::new(Patient::new(installed, self.gate.clone())),
+            driver: Box::new(Patient::new(session, self.gate.clone())),
+            hangs: self.hangs.clone(),
             sysfs: self.args.sysfs.clone(),
             groups: Arc::clone(&self.groups),
             spec_file: Arc::clone(&self.spec_file),

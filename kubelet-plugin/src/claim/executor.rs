@@ -1,4 +1,5 @@
-//! Carries out a plan step by step, and undoes it.
+//! Carries out the steps of a plan, and undoes them. What comes between, the state of its GPUs, may take long and is no work for
+//! the threads of these steps: [`crate::claim::preparer`] puts it there.
 //!
 //! ```text
 //!  journal the plan ─► GPUs as wanted ─► step 1 ─► … ─► step n ─► audit: allocated
@@ -10,7 +11,6 @@
 //! idempotent, so it need not record how far the plan got.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -28,7 +28,8 @@ use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::{self, AccountPage};
 
-use crate::gpu::gpus::{GpuError, Gpus};
+use crate::gpu::gpus::GpuError;
+use crate::gpu::load_pages::LoadPages;
 use crate::host::fs::{self, Durability, Fs, FsError, TmpfsSize};
 use crate::host::layout::{Layout, SharePaths};
 use crate::host::selinux::label_for_containers;
@@ -110,20 +111,6 @@ fn pages_size(devices: u64, accounts: u64) -> TmpfsSize {
 #[error("{}", joined(.0))]
 pub struct UndoError(pub Vec<StepError>);
 
-/// How a claim ends.
-#[derive(Clone, Copy)]
-pub struct End<'a> {
-    pub how: Ended,
-    /// The memory of a GPU, by UUID, that no process holds, in bytes, as far as it is known.
-    pub unowned: &'a dyn Fn(&str) -> Option<u64>,
-}
-
-impl fmt::Debug for End<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "End({:?})", self.how)
-    }
-}
-
 /// Carries out plans on this node.
 #[derive(Clone, Debug)]
 pub struct Executor {
@@ -160,46 +147,24 @@ impl Executor {
         &self.journal
     }
 
-    /// Carries out a new plan completely, or undoes it. `dev_root` is the root of the device nodes, as the host
-    /// sees it. Returns the plan with what became known when its GPUs were prepared.
-    pub fn execute(
-        &self,
-        record: &ClaimRecord,
-        pods: &BTreeSet<Pod>,
-        gpus: &Gpus,
-        dev_root: &Path,
-    ) -> Result<PreparationPlan, ExecuteError> {
-        let end = End {
-            how: Ended::Failed,
-            unowned: &|_| None,
-        };
-        let journalled = self.journal.write(record).map_err(StepError::from);
-        journalled
-            .and_then(|()| self.rebuild(record, pods, gpus, dev_root))
-            .map_err(|error| {
-                let undone = self.undo(record, gpus, end);
-                let cleanup = undone.err().map_or_else(Vec::new, |e| e.0);
-                ExecuteError { error, cleanup }
-            })
-    }
-
-    /// Carries out a journalled plan, again or for the first time: what exists stays, what a reboot
-    /// or an administrator removed is restored. If it fails, nothing is undone, because containers
-    /// may use it.
+    /// Carries out the steps of a journalled plan, again or for the first time: what exists stays, what a reboot
+    /// or an administrator removed is restored. `prepared` is the plan with what became known when its GPUs were prepared, and
+    /// `dev_root` the root of the device nodes, as the host sees it. If it fails, nothing is undone, because containers may use
+    /// it. Returns the plan as it is journalled now.
     pub fn rebuild(
         &self,
         record: &ClaimRecord,
+        prepared: PreparationPlan,
         pods: &BTreeSet<Pod>,
-        gpus: &Gpus,
+        load_pages: &LoadPages,
         dev_root: &Path,
     ) -> Result<PreparationPlan, StepError> {
-        let prepared = gpus.prepare(record.plan.clone())?;
         let is_changed = prepared != record.plan;
         let record = record.with_plan(prepared);
         if is_changed {
             self.journal.write(&record)?;
         }
-        self.make_files(&record.plan, gpus, dev_root)?;
+        self.make_files(&record.plan, load_pages, dev_root)?;
         self.audit.held(&record, pods);
         Ok(record.plan)
     }
@@ -208,13 +173,13 @@ impl Executor {
     pub fn make_files(
         &self,
         plan: &PreparationPlan,
-        gpus: &Gpus,
+        load_pages: &LoadPages,
         dev_root: &Path,
     ) -> Result<(), StepError> {
         if plan.pages == PAGES {
             self.mount_pages(plan)?;
         }
-        gpus.load_pages().make(plan)?;
+        load_pages.make(plan)?;
         for step in &plan.steps {
             self.step(plan, step, dev_root)?;
         }
@@ -262,28 +227,42 @@ impl Executor {
         }
     }
 
-    /// Undoes a plan as far as it got, and removes its journal. After a failure the other steps are
-    /// still undone, and the journal is kept.
-    pub fn undo(&self, record: &ClaimRecord, gpus: &Gpus, end: End<'_>) -> Result<(), UndoError> {
+    /// Undoes the steps of a plan as far as it got. After a failure the other steps are still undone. `unowned` says how many
+    /// bytes of a GPU, by UUID, no process holds, as far as it is known. Returns what failed.
+    pub fn undo(
+        &self,
+        record: &ClaimRecord,
+        load_pages: &LoadPages,
+        unowned: &dyn Fn(&str) -> Option<u64>,
+    ) -> Vec<StepError> {
         let plan = &record.plan;
         let uid = &plan.allocation.uid;
         self.audit
-            .release_begins(record, || self.held_at_end(plan, end));
+            .release_begins(record, || self.held_at_end(plan, unowned));
         let mut failed: Vec<_> = plan
             .undo()
             .iter()
             .filter_map(|undo| self.undo_step(uid, undo).err())
             .collect();
         failed.extend(self.remove_folder(uid).err().map(StepError::from));
-        let load_pages = gpus.load_pages().release(plan);
+        let load_pages = load_pages.release(plan);
         failed.extend(load_pages.err().map(StepError::from));
-        failed.extend(gpus.release(plan).err().map(StepError::from));
+        failed
+    }
+
+    /// Removes the journal of a plan that was undone; it is kept if something `failed`.
+    pub fn forget(
+        &self,
+        record: &ClaimRecord,
+        how: Ended,
+        mut failed: Vec<StepError>,
+    ) -> Result<(), UndoError> {
         if failed.is_empty() {
-            let removed = self.journal.remove(uid);
+            let removed = self.journal.remove(&record.plan.allocation.uid);
             failed.extend(removed.err().map(StepError::from));
         }
         if failed.is_empty() {
-            self.audit.released(record, end.how);
+            self.audit.released(record, how);
             Ok(())
         } else {
             Err(UndoError(failed))
@@ -291,13 +270,17 @@ impl Executor {
     }
 
     /// How much memory a claim still has in use, by the keys of its devices.
-    fn held_at_end(&self, plan: &PreparationPlan, end: End<'_>) -> BTreeMap<String, HeldAtEnd> {
+    fn held_at_end(
+        &self,
+        plan: &PreparationPlan,
+        unowned: &dyn Fn(&str) -> Option<u64>,
+    ) -> BTreeMap<String, HeldAtEnd> {
         let at_end = |device: &PreparedDevice| {
             let path = self.layout.share(&plan.allocation.uid, &device.key).account;
             let has_account = device.cap.is_share() && plan.pages == PAGES;
             let held = HeldAtEnd {
                 account_bytes: has_account.then(|| charged(&path)).flatten(),
-                unowned_bytes: (end.unowned)(&device.gpu_uuid),
+                unowned_bytes: unowned(&device.gpu_uuid),
             };
             (device.key.clone(), held)
         };

@@ -6,46 +6,45 @@
 //!                 └────── another claim is released ◄┘ the GPU is taken
 //! ```
 //!
-//! Blocking work runs on its own thread and owns the claim's lock: a cancelled call does not leave a
-//! claim half prepared, and the next call waits for the lock.
+//! The work runs in a task of its own, which owns the claim's lock: a cancelled call does not leave a
+//! claim half prepared, and the next call waits for the lock. See [`carry_out`].
 
+mod carry_out;
 mod error;
 mod in_use;
+mod restore;
 #[cfg(test)]
 mod tests;
 
-use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use k8s_openapi::api::resource::v1::ResourceClaim;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio::time::Instant;
-use tracing::{info, warn};
+use tracing::{Instrument as _, info, warn};
 use tranche_api::Tier;
-use tranche_driver::audit::{Ended, Pod};
+use tranche_driver::audit::Ended;
 use tranche_driver::claim::{Allocation, check_uid};
 use tranche_driver::journal::ClaimRecord;
 use tranche_driver::preparation::{
-    PAGES, PreparationError, PreparationPlan, PreparationProblem, PreparedDevice, plan,
-    refuse_withheld,
+    PreparationError, PreparationPlan, PreparationProblem, PreparedDevice, refuse_withheld,
 };
 
 use tranche_driver::competing_drivers::Verdict;
 
 pub use error::{PrepareError, Problem, UnprepareError};
 
-use self::in_use::{processes_of, refuse_in_use};
-use crate::claim::executor::{End, ExecuteError, Executor, StepError, UndoError};
+use crate::claim::executor::{ExecuteError, Executor, StepError};
 use crate::cluster::claims::ClaimReader;
 use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverState, Ready, SpecFile};
 use crate::gpu::gpus::Gpus;
 use crate::host::install::{InstallError, Installation, Needs};
 use crate::host::layout::Layout;
+use crate::ledger::Ledger;
 use crate::ledger::claim_ref::{ClaimRef, claim_of, pods_of};
-use crate::ledger::{Booking, Ledger};
 use crate::locks::Locks;
 use crate::metrics::Metrics;
 use crate::share::last_findings::LastFindings;
@@ -59,6 +58,9 @@ const DEADLINE: Duration = Duration::from_secs(40);
 /// driver that was not checked yet. The kubelet (1.37) repeats a refused call only after a minute or
 /// more, and sends the next pod's Prepare before the Unprepare of a pod that was deleted by force.
 const PATIENCE: Duration = Duration::from_secs(25);
+
+/// How many claims' files are written at a time: about as many fsyncs as a disk merges.
+const TURNS: usize = 16;
 
 /// The pause before a GPU that somebody else has open is tried again.
 const IN_USE_PAUSE: Duration = Duration::from_secs(1);
@@ -115,6 +117,7 @@ pub struct PreparerParts {
 pub struct Preparer {
     parts: PreparerParts,
     locks: Arc<Locks>,
+    turns: Semaphore,
 }
 
 impl Preparer {
@@ -124,6 +127,7 @@ impl Preparer {
         Arc::new(Self {
             parts,
             locks: Arc::default(),
+            turns: Semaphore::new(TURNS),
         })
     }
 
@@ -195,8 +199,8 @@ impl Preparer {
             };
             let this = Arc::clone(self);
             let pods = pods_of(&object);
-            let work = move || (claim_lock, this.carry_out(&allocation, &pods));
-            let Ok(done) = tokio::task::spawn_blocking(work).await else {
+            let work = async move { (claim_lock, this.carry_out(allocation, pods).await) };
+            let Ok(done) = tokio::spawn(work.in_current_span()).await else {
                 return (Some(object), Err(Problem::Stopping));
             };
             let result;
@@ -207,6 +211,10 @@ impl Preparer {
                     Err(Problem::DriverUnknown) => driver.changed().await.is_ok(),
                     Err(Problem::PolicyUnknown { .. }) => policy.changed().await.is_ok(),
                     Err(Problem::Unowned { .. }) => freed.changed().await.is_ok(),
+                    Err(Problem::InUse(_)) => {
+                        tokio::time::sleep(IN_USE_PAUSE).await;
+                        true
+                    }
                     Err(Problem::Execute(e)) if is_in_use(e) => {
                         tokio::time::sleep(IN_USE_PAUSE).await;
                         true
@@ -224,141 +232,6 @@ impl Preparer {
             {
                 return (Some(object), result);
             }
-        }
-    }
-
-    fn carry_out(
-        &self,
-        allocation: &Allocation,
-        pods: &BTreeSet<Pod>,
-    ) -> Result<Arc<ClaimRecord>, Problem> {
-        let PreparerParts {
-            ledger,
-            executor,
-            gpus,
-            ..
-        } = &self.parts;
-        let ready = self.ready()?;
-        self.recorded(&allocation.uid)?;
-        self.read_refused_again();
-        loop {
-            let now = executor.audit().now();
-            let booked = ledger.book(allocation, now, |others| {
-                let policy = self.parts.policy.borrow();
-                let plan = plan(allocation, &ready.inventory, others)?;
-                refuse_unknown_policy(&plan, &policy)?;
-                Ok(plan
-                    .with_time_slices(|gpu| policy.interval(gpu))
-                    .with_floors(|gpu| policy.low_priority_floor(gpu))
-                    .with_capabilities(|gpu| policy.capabilities(gpu)))
-            });
-            match booked.inspect_err(|problem| self.suspect(problem))? {
-                // A boot removed its pages, so no container uses them: it gets pages of this
-                // release.
-                Booking::Kept(record)
-                    if record.plan.pages != PAGES && !executor.has_pages(&record.plan)? =>
-                {
-                    self.undo(&record, Ended::PreparedAnew)?;
-                    ledger.remove(&allocation.uid);
-                }
-                Booking::Kept(record) => {
-                    let record = self.located(record, &ready)?;
-                    self.verify(&record.plan, &ready)?;
-                    self.verify_accounts(&record.plan)?;
-                    let plan = executor.rebuild(&record, pods, gpus, &ready.dev_root_on_host)?;
-                    if plan == record.plan {
-                        return Ok(record);
-                    }
-                    let rebuilt = Arc::new(record.with_plan(plan));
-                    ledger.replace(Arc::clone(&rebuilt));
-                    return Ok(rebuilt);
-                }
-                // Nothing of the old allocation is in use.
-                Booking::Moved(record) => {
-                    self.undo(&record, Ended::Reallocated)?;
-                    ledger.remove(&allocation.uid);
-                }
-                Booking::New(reservation) => {
-                    self.refuse_withheld(&reservation.record().plan, &ready)?;
-                    self.verify(&reservation.record().plan, &ready)?;
-                    self.verify_freed(&reservation.record().plan)?;
-                    let record = reservation.record();
-                    return match executor.execute(record, pods, gpus, &ready.dev_root_on_host) {
-                        // What could not be undone is still held.
-                        Err(error) if !error.cleanup.is_empty() => {
-                            reservation.hold();
-                            Err(error.into())
-                        }
-                        Err(error) => Err(error.into()),
-                        Ok(plan) => Ok(reservation.with_plan(plan).hold()),
-                    };
-                }
-            }
-        }
-    }
-
-    /// The held claims with a file that somebody deleted.
-    pub fn damaged(&self) -> Vec<ClaimRef> {
-        let held = self.parts.ledger.held();
-        let is_damaged = |record: &&Arc<ClaimRecord>| {
-            let missing = self.parts.executor.missing_file(&record.plan);
-            // What cannot be read cannot be restored either: the attempt says why.
-            missing.map_or(true, |file| file.is_some())
-        };
-        let damaged = held.iter().filter(is_damaged);
-        damaged.map(|record| claim_of(record)).collect()
-    }
-
-    /// Makes the missing files of a held claim again. Returns whether any was missing.
-    pub async fn restore(self: &Arc<Self>, claim: &ClaimRef) -> Result<bool, Problem> {
-        let claim_lock = self.locks.lock(&claim.uid).await;
-        let (this, uid) = (Arc::clone(self), claim.uid.clone());
-        let work = move || {
-            let _lock = claim_lock;
-            this.restore_locked(&uid)
-        };
-        let done = tokio::task::spawn_blocking(work).await;
-        done.map_err(|_| Problem::Stopping)?
-    }
-
-    fn restore_locked(&self, uid: &str) -> Result<bool, Problem> {
-        let PreparerParts { executor, gpus, .. } = &self.parts;
-        let Some(record) = self.recorded(uid)? else {
-            return Ok(false);
-        };
-        if executor
-            .missing_file(&record.plan)
-            .map_err(StepError::from)?
-            .is_none()
-        {
-            return Ok(false);
-        }
-        let ready = self.ready()?;
-        self.verify(&record.plan, &ready)?;
-        self.verify_accounts(&record.plan)?;
-        executor.make_files(&record.plan, gpus, &ready.dev_root_on_host)?;
-        Ok(true)
-    }
-
-    fn ready(&self) -> Result<Arc<Ready>, Problem> {
-        match &*self.parts.driver.borrow() {
-            DriverState::Ready(ready) => Ok(Arc::clone(ready)),
-            DriverState::Unknown => Err(Problem::DriverUnknown),
-            DriverState::Absent(why) => Err(Problem::Driver(Arc::clone(why))),
-        }
-    }
-
-    /// Refuses a claim whose account was deleted while containers have it: with a second one beside it, the claim's programs
-    /// could hold twice its memory.
-    fn verify_accounts(&self, plan: &PreparationPlan) -> Result<(), Problem> {
-        let missing = self.parts.executor.missing_account(plan);
-        let Some(path) = missing.map_err(StepError::from)? else {
-            return Ok(());
-        };
-        let processes = processes_of(plan, &self.parts.containers)?;
-        match processes.len() {
-            0 => Ok(()),
-            count => Err(Problem::AccountDeleted { path, count }),
         }
     }
 
@@ -478,31 +351,6 @@ impl Preparer {
         Ok(())
     }
 
-    /// Writes the driver's CDI spec if somebody deleted or changed it.
-    pub fn ensure_driver_spec(&self) -> Result<(), Problem> {
-        if let DriverState::Ready(ready) = &*self.parts.driver.borrow()
-            && let Some(spec) = &ready.spec
-        {
-            self.parts.spec_file.ensure(spec)?;
-        }
-        Ok(())
-    }
-
-    fn undo(&self, record: &ClaimRecord, how: Ended) -> Result<(), UndoError> {
-        let PreparerParts {
-            executor,
-            gpus,
-            last_findings,
-            ..
-        } = &self.parts;
-        let unowned = |gpu: &str| last_findings.unowned(gpu);
-        let end = End {
-            how,
-            unowned: &unowned,
-        };
-        executor.undo(record, gpus, end)
-    }
-
     /// Notes which pods use a held claim, as its object says now: for metrics, the watchdog and the audit trail.
     pub fn note_pods(&self, record: &ClaimRecord, object: &ResourceClaim) {
         self.parts.ledger.note_pods(object);
@@ -551,8 +399,8 @@ impl Preparer {
         let mut claim_lock = self.locks.lock(&claim.uid).await;
         loop {
             let (this, uid) = (Arc::clone(self), claim.uid.clone());
-            let work = move || (claim_lock, this.release_unused(&uid, ended));
-            let done = tokio::task::spawn_blocking(work).await;
+            let work = async move { (claim_lock, this.release_unused(uid, ended).await) };
+            let done = tokio::spawn(work.in_current_span()).await;
             let result;
             (claim_lock, result) = done.map_err(|_| Problem::Stopping)?;
             match result {
@@ -562,27 +410,6 @@ impl Preparer {
                 result => return result.inspect(|()| info!("unprepared")),
             }
         }
-    }
-
-    /// Releases a claim, whose lock the caller holds, if nobody uses its devices.
-    fn release_unused(&self, uid: &str, ended: Ended) -> Result<(), Problem> {
-        let PreparerParts {
-            ledger,
-            executor,
-            layout,
-            containers,
-            ..
-        } = &self.parts;
-        match self.recorded(uid)? {
-            Some(record) => {
-                refuse_in_use(&record, containers, layout)?;
-                self.undo(&record, ended)?;
-            }
-            // Its journal may have been deleted by hand, but not its files.
-            None => executor.sweep(uid)?,
-        }
-        ledger.remove(uid);
-        Ok(())
     }
 }
 

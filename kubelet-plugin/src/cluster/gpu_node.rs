@@ -171,7 +171,10 @@ impl DriverReport {
             DriverState::Ready(ready) => Some(Self {
                 inventory: Some(ready.inventory.clone()),
                 withheld: ready.withheld.clone(),
-                ready: condition(true, "DriverReady", ready.to_string()),
+                ready: match &ready.hang {
+                    Some(why) => condition(false, "DriverHangs", why.to_string()),
+                    None => condition(true, "DriverReady", ready.to_string()),
+                },
             }),
         }
     }

@@ -11,10 +11,12 @@
 //! first step and after the last inverse. A crash between two calls needs no repair of its own: the next reconciliation finds
 //! what is left to do. A claim's next call starts it, or [`Gpus::settle`] when the driver is ready.
 //!
-//! A GPU has one FIFO lock; claims on different GPUs do not wait for each other. NVML is open only while there is something
-//! to do. On a GPU without partitions and concurrent shares there never is.
+//! A GPU has one FIFO lock; claims on different GPUs do not wait for each other. A claim that waits for the lock holds no thread:
+//! a call of a driver, an MPS daemon or the kernel may take a minute, and each GPU takes one thread for that at most. NVML is open only while there is something to do. On a GPU without partitions
+//! and concurrent shares there never is.
 
 mod daemons;
+mod left_over;
 mod modes;
 #[cfg(test)]
 mod tests;
@@ -35,10 +37,12 @@ use tranche_driver::mig::{GeometryError, Placement};
 use tranche_driver::preparation::{HeldOfGpu, MigDevice, PreparationPlan, VfioGroup, held_of};
 use tranche_driver::vfio::Obstacle as VfioObstacle;
 use tranche_node::capabilities::CapabilityError;
-use tranche_node::nvml::{ChangeError, Driver, Gate, NvmlError};
+use tranche_node::nvml::{ChangeError, Driver, Gate, Hangs, NvmlError};
 use tranche_node::vfio::{Groups, ReconcileError};
 
 pub use vfio::OPEN_PATIENCE;
+
+use self::left_over::LeftOvers;
 
 use crate::gpu::driver_state::DriverState;
 use crate::gpu::load_pages::LoadPages;
@@ -85,6 +89,8 @@ pub enum GpuError {
         "GPU {gpu}: its state keeps changing: does somebody else change its MIG mode or its GPU instances?"
     )]
     Restless { gpu: String },
+    #[error("the plugin is stopping: the next plugin takes over")]
+    Stopping,
 }
 
 #[derive(Debug)]
@@ -92,6 +98,8 @@ pub struct Hardware {
     pub nvml: Box<dyn Driver>,
     pub daemons: Box<dyn Daemons>,
     pub groups: Arc<dyn Groups>,
+    /// Which calls do not return.
+    pub hangs: Hangs,
     /// Closes the NVML of those that keep it open.
     pub gate: Gate,
     /// How long a GPU that is being bound to VFIO is tried again while a process has it open: [`OPEN_PATIENCE`].
@@ -109,8 +117,10 @@ pub struct Gpus {
     hardware: Hardware,
     state: watch::Receiver<DriverState>,
     locks: Arc<Locks>,
+    /// What released claims have left.
+    left_over: LeftOvers,
     /// A release has left something that [`Self::settle`] takes back.
-    left_over: Notify,
+    must_settle: Notify,
 }
 
 /// What a claim gets of a GPU after its reconciliation.
@@ -125,6 +135,12 @@ struct Reconciled {
 
 fn find<'a>(inventory: &'a Inventory, gpu_uuid: &str) -> Option<&'a Gpu> {
     inventory.gpus.iter().find(|gpu| gpu.uuid == gpu_uuid)
+}
+
+/// The GPUs of a plan, each once, without those that the claim only observes.
+fn own_gpus(plan: &PreparationPlan) -> BTreeSet<String> {
+    let devices = plan.devices.iter().filter(|device| !device.admin_access);
+    devices.map(|device| device.gpu_uuid.clone()).collect()
 }
 
 impl Gpus {
@@ -144,7 +160,8 @@ impl Gpus {
             hardware,
             state,
             locks: Arc::default(),
-            left_over: Notify::new(),
+            left_over: LeftOvers::default(),
+            must_settle: Notify::new(),
         }
     }
 
@@ -159,13 +176,30 @@ impl Gpus {
         &self.records
     }
 
+    /// Whether the plan's GPUs are as it needs them, and nobody changes them now. Reads only the disk.
+    pub fn are_at_rest_for(&self, plan: &PreparationPlan) -> Result<bool, GpuError> {
+        let nothing = HeldOfGpu::default();
+        for gpu in own_gpus(plan) {
+            let is_at_rest = held_of(&gpu, [plan]) == nothing
+                && self.ledger.held_of(&gpu) == nothing
+                && self.ledger.time_slices(&gpu).is_empty()
+                && !self.locks.is_in_use(&gpu)
+                && self.records.load(&gpu)?.is_empty();
+            if !is_at_rest {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     /// Reconciles the GPUs of a plan with what it needs, beside what other claims hold of them. Returns the plan with the
     /// MIG devices that its partitions are now.
-    pub fn prepare(&self, mut plan: PreparationPlan) -> Result<PreparationPlan, GpuError> {
-        let devices = plan.devices.iter().filter(|device| !device.admin_access);
-        let gpus: BTreeSet<String> = devices.map(|device| device.gpu_uuid.clone()).collect();
-        for gpu in &gpus {
-            let made = self.reconcile(gpu, held_of(gpu, [&plan]))?;
+    pub async fn prepare(
+        self: &Arc<Self>,
+        mut plan: PreparationPlan,
+    ) -> Result<PreparationPlan, GpuError> {
+        for gpu in &own_gpus(&plan) {
+            let made = self.reconcile(gpu, held_of(gpu, [&plan])).await?;
             if let Some(group) = &made.group {
                 plan = plan.at_vfio(gpu, group);
             }
@@ -177,34 +211,65 @@ impl Gpus {
     }
 
     /// Takes back what only this plan needed of its GPUs. If a GPU or its driver is missing, its instances are gone, and
-    /// [`Self::settle`] does the rest when it returns. [`Self::settle`] also ends daemons later if the MPS supervisor does not
-    /// answer; until then the GPU is given to no other tier.
-    pub fn release(&self, plan: &PreparationPlan) -> Result<(), GpuError> {
+    /// [`Self::settle`] does the rest when it returns. [`Self::settle`] also does it later if the MPS supervisor or the driver does not
+    /// answer; until then the GPU is withheld.
+    pub async fn release(self: &Arc<Self>, plan: &PreparationPlan) -> Result<(), GpuError> {
         let gpus = plan.changed_gpus();
         if gpus.is_empty() {
             return Ok(());
         }
         self.ledger.begin_release(&plan.allocation.uid);
         for gpu in gpus {
-            match self.reconcile(gpu, HeldOfGpu::default()) {
-                Ok(_) => {}
+            match self.take_back(gpu).await {
+                Ok(()) => {}
                 Err(error) if error.is_absence() => {
                     warn!(gpu, %error, "what a released claim had of a GPU is removed when the GPU is back");
                 }
                 Err(error @ GpuError::Mps { .. }) => {
                     warn!(gpu, %error, "the MPS daemon of released claims is ended later");
-                    self.left_over.notify_one();
+                    self.must_settle.notify_one();
                 }
-                Err(error) => return Err(error),
+                Err(error) if error.is_hang() => {
+                    warn!(gpu, %error, "what a released claim had of a GPU is removed when its driver answers");
+                    self.must_settle.notify_one();
+                }
+                Err(error) => {
+                    self.must_settle.notify_one();
+                    return Err(error);
+                }
             }
         }
         Ok(())
     }
 
-    /// Reconciles a GPU with what claims want, and makes what one of them needs where it is missing.
-    fn reconcile(&self, gpu_uuid: &str, needs: HeldOfGpu) -> Result<Reconciled, GpuError> {
-        let _lock = self.locks.blocking_lock(gpu_uuid);
-        let mut record = self.records.load(gpu_uuid)?;
+    /// Removes what no claim holds from a GPU. As long as that fails, the GPU is withheld.
+    async fn take_back(self: &Arc<Self>, gpu_uuid: &str) -> Result<(), GpuError> {
+        let result = self.reconcile(gpu_uuid, HeldOfGpu::default()).await;
+        self.left_over.note(gpu_uuid, result.as_ref().err());
+        result.map(drop)
+    }
+
+    /// Reconciles a GPU with what claims want, and makes what one of them needs where it is missing. If the caller gives up,
+    /// the thread still comes to its end, and keeps the lock until then.
+    async fn reconcile(
+        self: &Arc<Self>,
+        gpu_uuid: &str,
+        needs: HeldOfGpu,
+    ) -> Result<Reconciled, GpuError> {
+        let lock = self.locks.lock(gpu_uuid).await;
+        let (this, gpu) = (Arc::clone(self), gpu_uuid.to_owned());
+        let work = tokio::task::spawn_blocking(move || {
+            let reconciled = this.reconcile_locked(&gpu, needs);
+            drop(lock);
+            reconciled
+        });
+        // Fails only at shutdown, when the runtime accepts no more blocking work.
+        work.await.unwrap_or(Err(GpuError::Stopping))
+    }
+
+    /// Reconciles a GPU, whose lock the caller holds.
+    fn reconcile_locked(&self, gpu_uuid: &str, needs: HeldOfGpu) -> Result<Reconciled, GpuError> {
+        let mut record = self.records.renew(gpu_uuid)?;
         let held = self.ledger.held_of(gpu_uuid);
         let to_vfio = needs.vfio || held.vfio;
         self.forget_other_boot(gpu_uuid, &mut record)?;
@@ -224,22 +289,27 @@ impl Gpus {
     }
 
     /// Removes what no claim holds from every GPU that Tranche has changed. Returns whether all of them are at rest.
-    fn settle_all(&self) -> bool {
-        let gpus = match self.records.all() {
+    async fn settle_all(self: &Arc<Self>) -> bool {
+        let this = Arc::clone(self);
+        let Ok(changed) = tokio::task::spawn_blocking(move || this.records.all()).await else {
+            return true;
+        };
+        let gpus = match changed {
             Ok(gpus) => gpus,
             Err(error) => {
                 warn!(%error, "it is not known which GPUs Tranche has changed");
                 return false;
             }
         };
-        let mut at_rest = true;
-        for gpu in gpus {
-            if let Err(error) = self.reconcile(&gpu, HeldOfGpu::default()) {
+        let settled = gpus.iter().map(|gpu| async move {
+            let failed = self.take_back(gpu).await.err();
+            if let Some(error) = &failed {
                 warn!(gpu, %error, "a GPU is not as its claims want it");
-                at_rest = false;
             }
-        }
-        at_rest
+            failed.is_none()
+        });
+        let at_rest = futures::future::join_all(settled).await;
+        at_rest.into_iter().all(|is_at_rest| is_at_rest)
     }
 
     /// Reconciles all GPUs whenever the driver is ready: a crash, or a release without the driver, may have left something.
@@ -249,9 +319,10 @@ impl Gpus {
             let is_ready = matches!(&*state.borrow_and_update(), DriverState::Ready(_));
             let mut again = false;
             if is_ready {
-                let gpus = Arc::clone(&self);
-                let settled = tokio::task::spawn_blocking(move || gpus.settle_all()).await;
-                again = !settled.unwrap_or(true);
+                again = tokio::select! {
+                    () = stop.cancelled() => return,
+                    are_at_rest = self.settle_all() => !are_at_rest,
+                };
             }
             let retry = async {
                 if again {
@@ -263,7 +334,7 @@ impl Gpus {
             tokio::select! {
                 () = stop.cancelled() => return,
                 changed = state.changed() => if changed.is_err() { return },
-                () = self.left_over.notified() => {}
+                () = self.must_settle.notified() => {}
                 () = retry => {}
             }
         }
@@ -281,6 +352,18 @@ impl GpuError {
             }
             _ => false,
         }
+    }
+
+    /// Whether a call of the driver does not return.
+    const fn is_hang(&self) -> bool {
+        matches!(
+            self,
+            Self::Nvml(NvmlError::Hangs { .. })
+                | Self::Change {
+                    error: ChangeError::Nvml(NvmlError::Hangs { .. }),
+                    ..
+                }
+        )
     }
 
     /// Whether the GPU or its driver is missing, and with it everything that Tranche made on the GPU.

@@ -32,14 +32,20 @@ pub enum RecordError {
 pub struct GpuRecords {
     fs: Arc<dyn Fs>,
     folder: PathBuf,
+    /// The kernel's boot.
+    boot: Arc<str>,
 }
 
 impl GpuRecords {
-    /// Makes the folder if it is missing, and removes temporary files of interrupted writes.
-    pub fn open(fs: Arc<dyn Fs>, folder: PathBuf) -> Result<Self, FsError> {
+    /// Makes the folder if it is missing, and removes temporary files of interrupted writes. `boot` identifies the kernel's boot.
+    pub fn open(fs: Arc<dyn Fs>, folder: PathBuf, boot: &str) -> Result<Self, FsError> {
         fs.create_dir(&folder)?;
         fs::remove_temporaries(&*fs, &folder, "")?;
-        Ok(Self { fs, folder })
+        Ok(Self {
+            fs,
+            folder,
+            boot: boot.into(),
+        })
     }
 
     fn path(&self, gpu_uuid: &str) -> PathBuf {
@@ -65,14 +71,35 @@ impl GpuRecords {
             .collect())
     }
 
-    /// What was changed on a GPU; nothing where there is no file.
+    /// What is changed on a GPU; nothing where there is no file.
     pub fn load(&self, gpu_uuid: &str) -> Result<GpuChanges, RecordError> {
-        let path = self.path(gpu_uuid);
-        let Some(bytes) = self.fs.read(&path)? else {
+        let record = self.read(gpu_uuid)?;
+        Ok(record.map_or_else(GpuChanges::default, |it| it.changes_in(&self.boot)))
+    }
+
+    /// The same for a GPU whose lock the caller holds: what a boot has undone is removed from the file.
+    pub fn renew(&self, gpu_uuid: &str) -> Result<GpuChanges, RecordError> {
+        let Some(record) = self.read(gpu_uuid)? else {
             return Ok(GpuChanges::default());
         };
+        let changes = record.clone().changes_in(&self.boot);
+        if record != self.record(gpu_uuid, &changes) {
+            self.write(gpu_uuid, &changes)?;
+        }
+        Ok(changes)
+    }
+
+    fn record(&self, gpu_uuid: &str, changes: &GpuChanges) -> GpuRecord {
+        GpuRecord::new(gpu_uuid.to_owned(), self.boot.to_string(), changes.clone())
+    }
+
+    fn read(&self, gpu_uuid: &str) -> Result<Option<GpuRecord>, RecordError> {
+        let path = self.path(gpu_uuid);
+        let Some(bytes) = self.fs.read(&path)? else {
+            return Ok(None);
+        };
         match GpuRecord::decode(&bytes) {
-            Ok(record) if record.gpu_uuid == gpu_uuid => Ok(record.changes),
+            Ok(record) if record.gpu_uuid == gpu_uuid => Ok(Some(record)),
             Ok(record) => Err(RecordError::Misnamed {
                 path,
                 gpu: record.gpu_uuid,
@@ -87,7 +114,7 @@ impl GpuRecords {
         if changes.is_empty() {
             fs::remove(&*self.fs, &path, Durability::Disk)?;
         } else {
-            let record = GpuRecord::new(gpu_uuid.to_owned(), changes.clone());
+            let record = self.record(gpu_uuid, changes);
             fs::replace(&*self.fs, &path, &record.encode(), 0o600, Durability::Disk)?;
         }
         Ok(())

@@ -4,6 +4,7 @@ mod usage;
 
 use std::fmt::Write as _;
 
+use tranche_node::nvml::Hang;
 use tranche_node::watchdog::compare::Findings;
 use tranche_shim_core::layout;
 
@@ -154,6 +155,10 @@ async fn the_reference_lists_every_metric() {
     let plugin = world.start();
     let metrics = Metrics::default();
     metrics.observe(Method::Prepare, "ok", std::time::Duration::ZERO);
+    metrics.set_hangs(&[Hang {
+        object: String::new(),
+        call: "nvmlInit_v2",
+    }]);
     world.api.put(claim("a", &[capped("gpu", 0, "20Gi", 25)]));
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
     let key = &record.plan.devices[0].key;

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use tranche_mps::client::ClientError;
 use tranche_mps::limits::Limits;
@@ -14,7 +14,11 @@ use crate::host::fs::Fs;
 
 /// The supervisor, which outlives a plugin. Clones are the same.
 #[derive(Clone, Debug, Default)]
-pub struct Supervisor(Arc<Mutex<State>>);
+pub struct Supervisor {
+    state: Arc<Mutex<State>>,
+    /// Signals that a daemon does not sleep any more.
+    awake: Arc<Condvar>,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -27,11 +31,13 @@ struct State {
     all_die: bool,
     /// How often a daemon was asked for.
     ensured: u32,
+    /// The devices whose daemon does not answer until it is woken.
+    asleep: BTreeSet<String>,
 }
 
 impl Supervisor {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap()
+        self.state.lock().unwrap()
     }
 
     pub fn serving(&self) -> Vec<String> {
@@ -57,6 +63,17 @@ impl Supervisor {
             state.dead.insert(gpu.to_owned());
         } else {
             state.dead.remove(gpu);
+        }
+    }
+
+    /// From now on the daemon of a device does not answer, until it is woken.
+    pub fn sleeps(&self, device: &str, is_asleep: bool) {
+        let mut state = self.state();
+        if is_asleep {
+            state.asleep.insert(device.to_owned());
+        } else {
+            state.asleep.remove(device);
+            self.awake.notify_all();
         }
     }
 
@@ -102,6 +119,8 @@ impl Daemons for MortalClient {
         self.is_alive()?;
         let mut state = self.supervisor.answering()?;
         state.ensured += 1;
+        let is_asleep = |state: &mut State| state.asleep.contains(device_uuid);
+        let mut state = self.supervisor.awake.wait_while(state, is_asleep).unwrap();
         if state.all_die || state.dead.contains(device_uuid) {
             let reason = "the MPS control daemon cannot be started".to_owned();
             return Err(ClientError::Refused(reason).into());

@@ -21,8 +21,8 @@ use tranche_nvml::xids::Xids;
 use super::call::call;
 use super::time_slice::NvidiaSmi;
 use super::{
-    BrokenGpu, ChangeError, Description, GpuDescription, GpuUse, Nvml, NvmlError, PartitionUse,
-    ProcessMemory, ProcessSample, mig, usage,
+    BrokenGpu, ChangeError, Description, GpuDescription, GpuUse, Nvml, NvmlError, Outline,
+    PartitionUse, ProcessMemory, ProcessSample, mig, usage,
 };
 
 /// NVML_DEVICE_MIG_ENABLE.
@@ -68,6 +68,18 @@ struct Library {
 
 impl Nvml for Library {
     fn describe(&self) -> Result<Description, NvmlError> {
+        let outline = self.outline()?;
+        let mut description = Description::of(&outline);
+        for index in 0..outline.count {
+            match self.describe_gpu(index) {
+                Ok(gpu) => description.gpus.push(gpu),
+                Err(broken) => description.broken.push(broken),
+            }
+        }
+        Ok(description)
+    }
+
+    fn outline(&self) -> Result<Outline, NvmlError> {
         let driver_version = call(
             "nvmlSystemGetDriverVersion",
             "",
@@ -78,26 +90,21 @@ impl Nvml for Library {
             "",
             self.nvml.sys_cuda_driver_version(),
         )?;
-        let count = call("nvmlDeviceGetCount_v2", "", self.nvml.device_count())?;
-        let mut gpus = Vec::new();
-        let mut broken = Vec::new();
-        for index in 0..count {
-            let mut uuid = None;
-            match self.describe_gpu(index, &mut uuid) {
-                Ok(gpu) => gpus.push(gpu),
-                Err(error) => broken.push(BrokenGpu { index, uuid, error }),
-            }
-        }
-        Ok(Description {
+        Ok(Outline {
             driver_version,
             cuda_driver_version: format!(
                 "{}.{}",
                 cuda_driver_version_major(cuda),
                 cuda_driver_version_minor(cuda)
             ),
-            gpus,
-            broken,
+            count: call("nvmlDeviceGetCount_v2", "", self.nvml.device_count())?,
         })
+    }
+
+    fn describe_gpu(&self, index: u32) -> Result<GpuDescription, BrokenGpu> {
+        let mut uuid = None;
+        let described = self.describe_whole(index, &mut uuid);
+        described.map_err(|error| BrokenGpu { index, uuid, error })
     }
 
     fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
@@ -286,7 +293,7 @@ impl Library {
     }
 
     /// Sets `known` as soon as NVML reports the UUID, even if a later call fails.
-    fn describe_gpu(
+    fn describe_whole(
         &self,
         index: u32,
         known: &mut Option<String>,

@@ -14,7 +14,7 @@ const SMI: &str = "nvidia-smi";
 /// Libraries that change with the driver.
 const LIBRARIES: [&str; 2] = [SONAME, "libcuda.so.1"];
 /// What a loaded kernel driver shows: its version, and a folder per GPU.
-const VERSION: &str = "/proc/driver/nvidia/version";
+pub(super) const VERSION: &str = "/proc/driver/nvidia/version";
 const GPUS: &str = "/proc/driver/nvidia/gpus";
 
 /// The driver that is installed on the host.

@@ -4,12 +4,20 @@
 //! the driver. So the nvidia-smi of the same driver is run, as NVIDIA's DRA driver does. It gets the driver's library
 //! by `LD_PRELOAD`: a search path would also give it the host's C library, which may not fit this process's loader.
 
+use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
 
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tranche_api::sharing_policy::Interval;
 
 use super::NvmlError;
+
+/// How long nvidia-smi may take. It powers the GPU up.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 const LIST: &str = "nvidia-smi compute-policy --list";
 const SET: &str = "nvidia-smi compute-policy --set-timeslice";
@@ -59,16 +67,15 @@ impl NvidiaSmi {
                           have `timeshared.interval: Default`";
             failed(call, gpu_uuid, reason.to_owned())
         })?;
-        let output = command(program, &self.library)
-            .args(["compute-policy", "-i", gpu_uuid, argument])
-            .output()
-            .map_err(|error| {
-                failed(
-                    call,
-                    gpu_uuid,
-                    format!("cannot run {}: {error}", program.display()),
-                )
-            })?;
+        let mut command = command(program, &self.library);
+        command.args(["compute-policy", "-i", gpu_uuid, argument]);
+        let output = output_within(PATIENCE, &mut command).map_err(|error| {
+            failed(
+                call,
+                gpu_uuid,
+                format!("cannot run {}: {error}", program.display()),
+            )
+        })?;
         if output.status.success() {
             return Ok(text(&output));
         }
@@ -85,6 +92,41 @@ fn command(program: &Path, library: &Path) -> Command {
     let mut command = Command::new(program);
     command.env_clear().env("LD_PRELOAD", library);
     command
+}
+
+/// The output of a program, which is ended if it takes longer.
+fn output_within(limit: Duration, command: &mut Command) -> io::Result<Output> {
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command.spawn()?;
+    let handle = Pid::from_raw(i32::try_from(child.id()).unwrap_or_default())
+        .ok_or(Errno::SRCH)
+        .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()));
+    let handle = match handle {
+        Ok(handle) => handle,
+        Err(error) => {
+            child.kill()?;
+            child.wait()?;
+            return Err(error.into());
+        }
+    };
+    let (ends, ended) = channel::<()>();
+    std::thread::scope(|scope| {
+        let watch = scope.spawn(move || {
+            let is_late = ended.recv_timeout(limit) == Err(RecvTimeoutError::Timeout);
+            // A program that has just ended cannot be ended.
+            is_late && pidfd_send_signal(handle, Signal::KILL).is_ok()
+        });
+        let output = child.wait_with_output();
+        drop(ends);
+        if watch.join().unwrap_or(false) {
+            let text = format!("it did not end within {} s", limit.as_secs());
+            return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+        }
+        output
+    })
 }
 
 fn failed(call: &'static str, gpu_uuid: &str, reason: String) -> NvmlError {
@@ -123,6 +165,16 @@ fn read(listed: &str) -> Option<Interval> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_program_that_hangs_is_ended() {
+        let limit = Duration::from_millis(1);
+        let hangs = output_within(limit, Command::new("sleep").arg("1000"));
+        assert_eq!(hangs.unwrap_err().kind(), io::ErrorKind::TimedOut);
+        let limit = Duration::from_mins(1);
+        let ends = output_within(limit, Command::new("echo").arg("done")).unwrap();
+        assert_eq!(text(&ends), "done\n");
+    }
 
     #[test]
     fn the_length_is_read_from_the_list_of_one_gpu() {

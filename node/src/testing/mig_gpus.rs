@@ -15,7 +15,7 @@ use tranche_driver::mig::{Geometry, Placement, Slices, tables};
 use crate::devices::DeviceNodes;
 use crate::inventory::testing::h100;
 use crate::nvml::{
-    ChangeError, Description, Driver, GpuDescription, GpuUse, Nvml, NvmlError, Opened,
+    BrokenGpu, ChangeError, Description, Driver, GpuDescription, GpuUse, Nvml, NvmlError, Opened,
     PartitionUse, ProcessMemory, ProcessSample, Traces,
 };
 use crate::root::DriverRoot;
@@ -25,7 +25,7 @@ use crate::root::DriverRoot;
 pub struct MigGpus {
     root: PathBuf,
     machine: Arc<Mutex<Machine>>,
-    /// Signals that a GPU is no longer held back.
+    /// Signals that a GPU is no longer held back, and calls that begin or end to hang.
     released: Arc<Condvar>,
 }
 
@@ -49,6 +49,10 @@ struct Machine {
     held_back: BTreeSet<String>,
     /// The processes on GPUs.
     uses: BTreeMap<String, Vec<ProcessMemory>>,
+    /// The GPUs whose calls do not return; empty for the start of NVML.
+    hanging: BTreeSet<String>,
+    /// How many calls wait for that.
+    waiting: u32,
     /// Errors that were not read yet.
     xids: Vec<(String, u64)>,
 }
@@ -117,6 +121,8 @@ impl MigGpus {
                 is_unloaded: false,
                 held_back: BTreeSet::new(),
                 uses: BTreeMap::new(),
+                hanging: BTreeSet::new(),
+                waiting: 0,
                 xids: Vec::new(),
             })),
             released: Arc::default(),
@@ -175,6 +181,37 @@ impl MigGpus {
             self.lock().held_back.remove(uuid);
             self.released.notify_all();
         }
+    }
+
+    /// From now on calls for a GPU, or without one the start of NVML, do not return.
+    pub fn hang(&self, object: &str, do_they: bool) {
+        if do_they {
+            self.lock().hanging.insert(object.to_owned());
+        } else {
+            self.lock().hanging.remove(object);
+        }
+        self.released.notify_all();
+    }
+
+    /// Waits until a call hangs.
+    pub fn wait_for_hang(&self) {
+        let nothing_hangs = |machine: &mut Machine| machine.waiting == 0;
+        drop(self.released.wait_while(self.lock(), nothing_hangs));
+    }
+
+    /// The machine, when calls for this object return.
+    fn returns(&self, object: &str) -> MutexGuard<'_, Machine> {
+        let mut machine = self.lock();
+        if !machine.hanging.contains(object) {
+            return machine;
+        }
+        machine.waiting += 1;
+        self.released.notify_all();
+        let hangs = |machine: &mut Machine| machine.hanging.contains(object);
+        let waited = self.released.wait_while(machine, hangs);
+        let mut machine = waited.unwrap_or_else(PoisonError::into_inner);
+        machine.waiting -= 1;
+        machine
     }
 
     /// NVML reports these processes on a GPU ([`Nvml::usage`]).
@@ -396,6 +433,22 @@ impl Nvml for MigGpus {
         Ok(description)
     }
 
+    fn describe_gpu(&self, index: u32) -> Result<GpuDescription, BrokenGpu> {
+        let all = self.describe().map_err(|error| BrokenGpu {
+            index,
+            uuid: None,
+            error,
+        })?;
+        let found = all.gpus.into_iter().find(|gpu| gpu.index == index);
+        let gpu = found.ok_or_else(|| BrokenGpu {
+            index,
+            uuid: None,
+            error: unknown("by index"),
+        })?;
+        drop(self.returns(&gpu.uuid));
+        Ok(gpu)
+    }
+
     fn minor(&self, gpu_uuid: &str) -> Result<u32, NvmlError> {
         let gpus = self.describe()?.gpus;
         let gpu = gpus.iter().find(|gpu| gpu.uuid == gpu_uuid);
@@ -473,7 +526,7 @@ impl Nvml for MigGpus {
     }
 
     fn mig_state(&self, gpu_uuid: &str) -> Result<Actual, NvmlError> {
-        let mut machine = self.lock();
+        let mut machine = self.returns(gpu_uuid);
         if !machine.unread.is_empty() {
             return Err(machine.unread.remove(0));
         }
@@ -531,7 +584,7 @@ impl Nvml for MigGpus {
 
 impl Driver for MigGpus {
     fn open(&self) -> Result<Opened, NvmlError> {
-        if self.lock().is_unloaded {
+        if self.returns("").is_unloaded {
             return Err(NvmlError::Devices("no driver".to_owned()));
         }
         let root = DriverRoot::open(&self.root)?;

@@ -450,6 +450,31 @@ async fn a_boot_that_swaps_minor_numbers_leaves_every_claim_its_gpu() {
     assert_eq!(world.traces(), NONE);
 }
 
+/// The kubelet may have lost its state while they run.
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_allocated_anew_keeps_its_devices_while_containers_use_them() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(claim("a", &[capped("x", 0, "1Gi", 10)]));
+    let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    world.run_in_container(&record, 4711);
+    let account = world
+        .layout
+        .share("uid-of-a", &record.plan.devices[0].key)
+        .account;
+    world.api.put(claim("a", &[capped("x", 1, "1Gi", 10)]));
+    let refused = refusal(&plugin, "a").await;
+    has(&refused, &["4711", "have ended"]);
+    assert!(account.exists());
+    assert_eq!(plugin.preparer.ledger().held()[0].plan, record.plan);
+    world.end(4711);
+    let moved = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    assert_ne!(
+        moved.plan.devices[0].gpu_uuid,
+        record.plan.devices[0].gpu_uuid
+    );
+}
+
 #[tokio::test]
 async fn a_claim_whose_gpu_is_gone_is_refused_and_never_moved() {
     let world = World::new();

@@ -14,7 +14,7 @@ use tranche_driver::mig::Placement;
 use tranche_node::devices::DeviceNodes;
 use tranche_node::inventory::testing::two_h100;
 use tranche_node::nvml::{
-    BrokenGpu, ChangeError, Description, GpuUse, Nvml, ProcessMemory, ProcessSample,
+    BrokenGpu, ChangeError, Description, GpuUse, Nvml, ProcessMemory, ProcessSample, Session,
 };
 use tranche_node::root::DriverRoot;
 
@@ -153,7 +153,8 @@ fn observer(world: &World) -> Observer {
         layout: world.layout.clone(),
         shims: shims(&*fs, &world.layout.libraries()).unwrap(),
         contexts: Arc::new(Contexts::load(Arc::clone(&fs), &world.layout)),
-        records: GpuRecords::open(fs, world.layout.gpus()).unwrap(),
+        records: GpuRecords::open(fs, world.layout.gpus(), &world.boot()).unwrap(),
+        hangs: Hangs::default(),
         known_gpus: Mutex::default(),
         refresh: Duration::from_mins(1),
     }
@@ -270,7 +271,9 @@ async fn a_driver_that_stops_answering_is_opened_again() {
         object: String::new(),
         reason: "GPU is lost".into(),
     };
-    let mut observed = observe([], [Ok(two_h100()), Err(lost)]);
+    let lasting = std::iter::repeat_n(Err(lost), 6);
+    let all = [Ok(two_h100())].into_iter().chain(lasting);
+    let mut observed = observe([], all);
     observed.until_gpus(2).await;
     let gone = observed
         .until(|s| matches!(s, DriverState::Absent(_)))
@@ -281,6 +284,171 @@ async fn a_driver_that_stops_answering_is_opened_again() {
         .until(|s| matches!(s, DriverState::Absent(why) if why.to_string().contains("driverRoot")))
         .await;
     observed.until_gpus(2).await;
+}
+
+fn failed() -> NvmlError {
+    NvmlError::Call {
+        call: "nvmlDeviceGetCount_v2",
+        object: String::new(),
+        reason: "an unknown internal error".into(),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn checks_that_fail_for_a_moment_withdraw_nothing() {
+    let mut not_described = two_h100();
+    let gpu = not_described.gpus.pop().unwrap();
+    not_described.broken.push(BrokenGpu {
+        index: 1,
+        uuid: Some(gpu.uuid),
+        error: failed(),
+    });
+    for answer in [Err(failed()), Ok(not_described)] {
+        let two = [answer.clone(), answer.clone()];
+        let mut observed = observe([], [Ok(two_h100())].into_iter().chain(two));
+        observed.until_gpus(2).await;
+        let left = || observed.descriptions.lock().unwrap().len();
+        while left() > 0 {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        assert!(!observed.state.has_changed().unwrap());
+        // They last.
+        *observed.descriptions.lock().unwrap() = vec![answer; 20].into();
+        let began = tokio::time::Instant::now();
+        let changed = |state: &DriverState| match state {
+            DriverState::Ready(ready) => ready.inventory.gpus.len() < 2,
+            _ => true,
+        };
+        observed.until(changed).await;
+        // The next check, and then a few seconds.
+        assert!(began.elapsed() < Duration::from_mins(1) + 2 * LASTING);
+        observed.descriptions.lock().unwrap().clear();
+        observed.until_gpus(2).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_module_that_is_gone_withdraws_at_once() {
+    let mut observed = observe([], []);
+    observed.until_gpus(2).await;
+    let gone = NvmlError::Start {
+        path: "/usr/lib64/libnvidia-ml.so.1".into(),
+        reason: "the driver is not loaded".into(),
+    };
+    *observed.openings.lock().unwrap() = vec![Err(gone); 2].into();
+    let version = PathBuf::from("/proc/driver/nvidia/version");
+    *observed.traces.lock().unwrap() = Traces(vec![(version, String::new())]);
+    observed
+        .until(|s| matches!(s, DriverState::Absent(_)))
+        .await;
+    assert_eq!(observed.openings.lock().unwrap().len(), 1, "one check");
+}
+
+/// An observer of a world's GPUs whose calls may hang.
+fn observe_hangs(
+    world: &World,
+) -> (
+    Hangs,
+    watch::Receiver<DriverState>,
+    tokio_util::sync::DropGuard,
+) {
+    let hangs = Hangs::default();
+    let session = Session::new(Arc::new(world.mig.clone()), &hangs);
+    let observer = Observer {
+        driver: Box::new(session),
+        hangs: hangs.clone(),
+        ..observer(world)
+    };
+    let (sender, state) = watch::channel(DriverState::default());
+    let stop = CancellationToken::new();
+    tokio::spawn(observer.run(sender, stop.clone()));
+    (hangs, state, stop.drop_guard())
+}
+
+async fn until_withheld(state: &mut watch::Receiver<DriverState>, wanted: &[&str]) -> Arc<Ready> {
+    let is_so = |state: &DriverState| match state {
+        DriverState::Ready(ready) => {
+            let hanging = ready.withheld.iter();
+            let hanging = hanging.filter(|it| it.reason == reason::DRIVER_HANGS);
+            hanging.map(|it| it.gpu.as_str()).eq(wanted.iter().copied())
+        }
+        _ => false,
+    };
+    match state.wait_for(is_so).await.unwrap().clone() {
+        DriverState::Ready(ready) => ready,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_that_hangs_is_withheld_until_its_call_returns() {
+    let world = World::new();
+    let uuids: Vec<_> = world
+        .ready
+        .inventory
+        .gpus
+        .iter()
+        .map(|it| it.uuid.clone())
+        .collect();
+    let (hangs, mut state, _stop) = observe_hangs(&world);
+    let before = until_withheld(&mut state, &[]).await;
+    assert_eq!(before.inventory.gpus.len(), 2);
+    // A sampler's call, for example.
+    let entered = hangs.enter(&uuids[1], "nvmlDeviceGetUtilizationRates", Duration::ZERO);
+    let began = tokio::time::Instant::now();
+    let ready = until_withheld(&mut state, &[&uuids[1]]).await;
+    assert!(
+        began.elapsed() < Duration::from_secs(5),
+        "no description was due"
+    );
+    assert!(
+        ready.withheld[0]
+            .message
+            .contains("nvmlDeviceGetUtilizationRates")
+    );
+    assert_eq!(
+        (ready.hang.is_none(), ready.inventory.gpus.len()),
+        (true, 1)
+    );
+    drop(entered);
+    assert_eq!(until_withheld(&mut state, &[]).await, before);
+
+    // NVML does not start any more.
+    let entered = hangs.enter("", "nvmlInit_v2", Duration::ZERO);
+    let ready = until_withheld(&mut state, &[&uuids[0], &uuids[1]]).await;
+    assert!(ready.hang.is_some());
+    assert_eq!(ready.inventory, before.inventory);
+    drop(entered);
+    assert_eq!(until_withheld(&mut state, &[]).await, before);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_gpu_without_its_device_node_is_withheld_until_it_is_there() {
+    let mut observed = observe([], []);
+    observed.until_gpus(2).await;
+    let node = observed.world.driver_root().join("dev/nvidia1");
+    std::fs::remove_file(&node).unwrap();
+    let is_withheld = |state: &DriverState| match state {
+        DriverState::Ready(ready) => !ready.withheld.is_empty(),
+        _ => false,
+    };
+    let DriverState::Ready(ready) = observed.until(is_withheld).await else {
+        unreachable!()
+    };
+    let [entry] = &ready.withheld[..] else {
+        panic!("{:?}", ready.withheld)
+    };
+    assert_eq!(
+        (&*entry.gpu, &*entry.reason, &entry.tiers[..]),
+        (
+            &*ready.inventory.gpus[1].uuid,
+            reason::NO_DEVICE_NODE,
+            &[][..]
+        )
+    );
+    assert!(entry.message.contains("/dev/nvidia1"), "{entry:?}");
+    observed.world.make_node("nvidia1");
+    observed.until(|state| !is_withheld(state)).await;
 }
 
 #[tokio::test(start_paused = true)]

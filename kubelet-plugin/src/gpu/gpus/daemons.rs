@@ -1,5 +1,5 @@
 //! Watches the MPS daemons of GPUs and partitions with concurrent shares: while one does not answer, the tier `concurrent` of its
-//! GPU is withheld.
+//! GPU is withheld. A GPU with something that released claims have left is withheld as a whole.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -32,21 +32,39 @@ impl Gpus {
         let mut rounds = interval(PERIOD);
         rounds.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut before = FailingDaemons::new();
+        let mut lasting = FailingDaemons::new();
         loop {
             tokio::select! {
                 () = stop.cancelled() => return,
                 _ = rounds.tick() => {}
+                () = self.left_over.changed() => {
+                    publish(&withheld, self.withheld(&lasting));
+                    continue;
+                }
             }
             let gpus = Arc::clone(&self);
             let Ok(wrong) = tokio::task::spawn_blocking(move || gpus.failing_daemons()).await
             else {
                 return;
             };
-            let lasting = wrong.iter().filter(|(key, _)| before.contains_key(*key));
-            let entries = lasting.map(|((gpu, served), why)| entry(gpu, served, why));
-            publish(&withheld, entries.collect());
+            lasting.clone_from(&wrong);
+            lasting.retain(|key, _| before.contains_key(key));
+            publish(&withheld, self.withheld(&lasting));
             before = wrong;
         }
+    }
+
+    /// The GPUs with left-overs, and those with daemons that do not answer.
+    fn withheld(&self, failing: &FailingDaemons) -> Vec<WithheldGpu> {
+        let mut withheld = self.left_over.withheld();
+        let is_whole = |gpu: &str, all: &[WithheldGpu]| all.iter().any(|it| it.gpu == gpu);
+        let whole = withheld.len();
+        for ((gpu, served), why) in failing {
+            if !is_whole(gpu, &withheld[..whole]) {
+                withheld.push(entry(gpu, served, why));
+            }
+        }
+        withheld
     }
 
     /// The GPUs and MIG devices with concurrent shares whose daemons do not answer.
@@ -111,12 +129,13 @@ fn publish(withheld: &watch::Sender<Vec<WithheldGpu>>, now: Vec<WithheldGpu>) {
         for it in &now {
             warn!(
                 gpu = it.gpu,
+                reason = it.reason,
                 message = it.message,
-                "the tier concurrent of a GPU is withheld"
+                "a GPU, or a tier of it, is withheld"
             );
         }
         if now.is_empty() {
-            info!("the MPS daemons of all GPUs with concurrent shares answer again");
+            info!("no GPU is withheld any more because of its MPS daemons or of what released claims left");
         }
         *known = now;
         true

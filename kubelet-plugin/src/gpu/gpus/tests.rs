@@ -589,6 +589,38 @@ async fn a_release_without_the_driver_is_finished_when_it_is_back() {
     nothing_is_left(&world, "the driver is back");
 }
 
+/// A boot script may make an instance with the placement and the id that a claim's had.
+#[tokio::test]
+async fn an_instance_that_somebody_made_after_a_boot_stays() {
+    let world = World::new();
+    world.api.put(claim("a", &[partition("x", 0, "2g20gb-4")]));
+    world
+        .start()
+        .preparer
+        .prepare(&claim_ref("a"))
+        .await
+        .unwrap();
+    let ours = actual(&world, GPU).instances;
+    world.reboot();
+    let administrator = world.driver();
+    for change in [
+        Change::SwitchMigMode { on: true },
+        Change::CreateInstance(placement("2g.20gb", 4)),
+        Change::CreateComputeInstance { instance: 1 },
+    ] {
+        administrator.change_mig(GPU, &change).unwrap();
+    }
+    let theirs = actual(&world, GPU).instances;
+    assert_eq!(
+        (theirs[0].id, theirs[0].placement),
+        (ours[0].id, ours[0].placement)
+    );
+    let plugin = world.start();
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert_eq!(actual(&world, GPU).instances, theirs);
+    assert_eq!(world.traces(), NONE);
+}
+
 #[tokio::test]
 async fn an_administrators_partition_is_used_and_stays() {
     let world = World::new();

@@ -15,6 +15,8 @@ use crate::gpu::driver_state::DriverState;
 
 /// How long a GPU is tried again while a process has it open: the parts of this plugin that keep NVML open close it within 2 s.
 pub const OPEN_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the change may take: several writes, of which each waits up to a minute for its effect.
+const CHANGE: Duration = Duration::from_mins(3);
 /// How long a GPU that came back waits for those parts of this plugin that keep NVML open.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(5);
 /// The pause between two such attempts.
@@ -90,6 +92,8 @@ impl Gpus {
                 .map_err(|_| GpuError::Missing {
                     gpu: gpu_uuid.to_owned(),
                 })?;
+        let what = "the change of its kernel driver";
+        let _entered = self.hardware.hangs.enter(gpu_uuid, what, CHANGE);
         let shut = self.hardware.gate.shut();
         let deadline = Instant::now() + self.hardware.open_patience;
         loop {

@@ -117,3 +117,76 @@ async fn thirty_two_claims_in_all_tiers_wait_for_no_other_gpu() {
     .await;
     nothing_is_left(&world, "all released");
 }
+
+/// Waits until a condition holds, which others bring about.
+async fn until(what: &str, holds: impl Fn() -> bool) {
+    let wait = async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
+    let waited = tokio::time::timeout(Duration::from_secs(30), wait).await;
+    assert!(waited.is_ok(), "{what}");
+}
+
+/// With the threads of a plugin: more claims than may write files at a time.
+#[test]
+fn claims_that_wait_for_a_gpu_hold_no_thread() {
+    let runtime = crate::app::runtime().unwrap();
+    runtime.block_on(async {
+        let world = World::new();
+        let plugin = world.start();
+        let names: Vec<String> = (0..20).map(|n| format!("c{n}")).collect();
+        for name in names.iter().map(String::as_str).chain(["d"]) {
+            world.api.put(claim(name, &[concurrent("x", 0, "1Gi", 4)]));
+        }
+        for name in ["o1", "o2"] {
+            world.api.put(claim(name, &[concurrent("x", 1, "1Gi", 4)]));
+        }
+        let prepare = |name: &str| {
+            let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
+            tokio::spawn(async move { preparer.prepare(&claim).await.map(drop) })
+        };
+        let other_is_ready = async |name: &str, all_wait: &(dyn Fn() -> bool + Sync)| {
+            let other = tokio::time::timeout(Duration::from_secs(30), prepare(name)).await;
+            let is_waiting = all_wait();
+            world.mps.sleeps(GPU, false);
+            other.expect("it waited for another GPU").unwrap().unwrap();
+            assert!(is_waiting);
+        };
+        world.mps.sleeps(GPU, true);
+        let waiting: Vec<_> = names.iter().map(|name| prepare(name)).collect();
+        let journals = || std::fs::read_dir(world.layout.claims()).unwrap().count();
+        let all_wait = || journals() == names.len() && world.mps.ensured() == 1;
+        until("not all claims got as far as their GPU", all_wait).await;
+        other_is_ready("o1", &|| waiting.iter().all(|call| !call.is_finished())).await;
+        for call in waiting {
+            call.await.unwrap().unwrap();
+        }
+
+        // The same while they are released.
+        world.mps.sleeps(GPU, true);
+        let before = world.mps.ensured();
+        let slow = prepare("d");
+        until("the daemon was not asked", || world.mps.ensured() > before).await;
+        let waiting: Vec<_> = names
+            .iter()
+            .map(|name| {
+                let (preparer, claim) = (Arc::clone(&plugin.preparer), claim_ref(name));
+                tokio::spawn(async move { preparer.unprepare(&claim).await })
+            })
+            .collect();
+        let specs = || std::fs::read_dir(&world.layout.cdi).unwrap().count();
+        // Those of `o1` and of the driver are left.
+        until("not all claims got as far as their GPU", || specs() == 2).await;
+        other_is_ready("o2", &|| waiting.iter().all(|call| !call.is_finished())).await;
+        slow.await.unwrap().unwrap();
+        for call in waiting {
+            call.await.unwrap().unwrap();
+        }
+        for name in ["d", "o1", "o2"] {
+            plugin.preparer.unprepare(&claim_ref(name)).await.unwrap();
+        }
+        nothing_is_left(&world, "all released");
+    });
+}

@@ -83,6 +83,33 @@ async fn claims_of_each_tier_are_released_without_the_driver() {
     }
 }
 
+/// Otherwise its pod could not end.
+#[tokio::test(start_paused = true)]
+async fn a_claim_is_released_while_the_driver_hangs() {
+    let world = World::new();
+    let plugin = world.start();
+    world.api.put(one_partition());
+    plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
+    let stop = CancellationToken::new();
+    let settling = tokio::spawn(Arc::clone(&plugin.gpus).settle(stop.clone()));
+    let hangs = || NvmlError::Hangs {
+        call: "nvmlDeviceGetMigMode",
+        object: GPU.to_owned(),
+    };
+    // Also when it is settled for the first time.
+    for _ in 0..2 {
+        world.mig.fail_to_read(hangs());
+    }
+    plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
+    assert!(plugin.preparer.ledger().held().is_empty());
+    while !is_undivided(&world) {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
+    stop.cancel();
+    settling.await.unwrap();
+    nothing_is_left(&world, "it answers");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_slow_gpu_delays_no_other() {
     let world = World::new();

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tranche_api::Tier;
+use tranche_api::{Tier, WithheldGpu};
 use tranche_driver::gpu_state::{ComputeMode, GpuChanges, OwnedDaemon};
 use tranche_mps::layout::{DeviceId, Files};
 
@@ -213,6 +213,65 @@ async fn a_dead_daemon_withholds_the_tier_until_it_is_back() {
     }
     stop.cancel();
     watching.await.unwrap();
+}
+
+/// Otherwise the scheduler would give it to claims of other tiers, which cannot be prepared.
+#[tokio::test(start_paused = true)]
+async fn a_gpu_with_a_daemon_that_nobody_wants_is_withheld_until_it_has_ended() {
+    let world = World::new();
+    let plugin = world.start();
+    let (sender, mut withheld) = watch::channel(Vec::new());
+    let stop = CancellationToken::new();
+    let watching = tokio::spawn(Arc::clone(&plugin.gpus).watch_daemons(sender, stop.clone()));
+    world.api.put(two_concurrent_shares());
+    prepare(&plugin, "a").await;
+    let settling = tokio::spawn(Arc::clone(&plugin.gpus).settle(stop.clone()));
+    world.mps.goes_away(true);
+    let released = tokio::time::Instant::now();
+    unprepare(&plugin, "a").await;
+    withheld.changed().await.unwrap();
+    assert!(released.elapsed() < Duration::from_secs(1));
+    let is_whole = |all: &[WithheldGpu]| matches!(all, [it] if it.gpu == GPU && it.reason == "LeftOver" && it.tiers.is_empty());
+    let found = withheld.borrow_and_update().clone();
+    assert!(is_whole(&found), "{found:?}");
+    assert!(found[0].message.contains("supervisor.sock"), "{found:?}");
+    tokio::time::sleep(PERIOD * 5).await;
+    let found = withheld.borrow_and_update().clone();
+    assert!(is_whole(&found), "{found:?}");
+    world.mps.goes_away(false);
+    withheld.changed().await.unwrap();
+    assert_eq!(*withheld.borrow(), []);
+    stop.cancel();
+    watching.await.unwrap();
+    settling.await.unwrap();
+    nothing_is_left(&world, "it is back");
+}
+
+/// A program that is just ending needs a moment.
+#[tokio::test(start_paused = true)]
+async fn a_gpu_with_an_instance_in_use_that_nobody_wants_is_withheld() {
+    let world = World::new();
+    let plugin = world.start();
+    let (sender, mut withheld) = watch::channel(Vec::new());
+    let stop = CancellationToken::new();
+    let watching = tokio::spawn(Arc::clone(&plugin.gpus).watch_daemons(sender, stop.clone()));
+    world.api.put(claim("a", &[partition("x", 0, "1g10gb-6")]));
+    prepare(&plugin, "a").await;
+    let instance = actual(&world, GPU).instances[0].id;
+    world.mig.use_instance(GPU, instance, true);
+    let refused = plugin.preparer.unprepare(&claim_ref("a")).await;
+    assert!(refused.is_err());
+    assert!(!withheld.has_changed().unwrap());
+    withheld.changed().await.unwrap();
+    let found = withheld.borrow_and_update().clone();
+    assert_eq!((&*found[0].gpu, &*found[0].reason), (GPU, "LeftOver"));
+    world.mig.use_instance(GPU, instance, false);
+    unprepare(&plugin, "a").await;
+    withheld.changed().await.unwrap();
+    assert_eq!(*withheld.borrow(), []);
+    stop.cancel();
+    watching.await.unwrap();
+    nothing_is_left(&world, "released");
 }
 
 fn share_of_partition(name: &str, threads: u32) -> serde_json::Value {
