@@ -8,6 +8,9 @@
 //!
 //! **Managed memory.** A kernel whose name contains `sim_touch_managed` uses all managed memory of its context.
 //!
+//! **Results.** A kernel whose name contains `sim_hash` has the parameters `u32 *to, u32 seed`; its thread `i` writes
+//! `i * 2654435761 ^ seed` to `to[i]`. No other kernel writes anything.
+//!
 //! **Faults.** A kernel whose name contains `sim_illegal_address` accesses memory that is not allocated, at its end.
 //!
 //! **Loading.** With [`Habit::LazyLoading`] an image takes memory in a context when the first of its kernels is launched
@@ -55,6 +58,7 @@ impl Kind for Module {
 
 /// A kernel: CUDA's function and kernel.
 #[derive(Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a word in its name")]
 pub struct Function {
     pub name: CString,
     pub module: StoredHandle,
@@ -62,6 +66,8 @@ pub struct Function {
     pub touches_managed: bool,
     /// Whether it accesses memory that is not allocated.
     pub faults: bool,
+    /// Whether it writes hashes to its first parameter, see the module's documentation.
+    pub hashes: bool,
     /// Nanoseconds of the kernel; `None` for the machine file's value.
     nanos: Option<u64>,
     /// Whether each block takes that time.
@@ -227,6 +233,7 @@ impl Object<Module> {
                 nanos: nanos_of_name(text),
                 touches_managed: text.contains("sim_touch_managed"),
                 faults: text.contains("sim_illegal_address"),
+                hashes: text.contains("sim_hash"),
                 per_block: text.contains("_per_block"),
                 local: local_of_name(text),
                 dynamic_shared: AtomicI32::new(0),

@@ -18,7 +18,7 @@ pub const ORPHANED: i32 = -2;
 /// The first word of the page.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"TRSIMPG\0");
 /// The version of this module and of [`crate::wire`].
-pub const ABI: u32 = 11;
+pub const ABI: u32 = 12;
 
 /// A text of fixed size, padded with zeros.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -220,6 +220,12 @@ pub struct GpuState {
     pub time_slice: AtomicU32,
     /// 1 when the GPU has fallen off the bus.
     pub lost: AtomicU32,
+    /// `nvmlDeviceGpuRecoveryAction_t`.
+    pub recovery_action: AtomicU32,
+    /// 1 while a row of the memory waits for a reset to be remapped.
+    pub remap_pending: AtomicU32,
+    /// 1 when a row of the memory could not be remapped.
+    pub remap_failed: AtomicU32,
     /// 1 while the GPU has another kernel driver, or none.
     pub unbound: AtomicU32,
     /// 1 when MIG mode is on.
@@ -409,6 +415,13 @@ impl GpuState {
         self.kernel_nanos = u64::from(gpu.kernel_micros) * 1000;
         // The daemon takes the place of nvidia-persistenced, which turns the mode on.
         self.persistence = AtomicU32::new(1);
+    }
+
+    /// Whether the kernel driver reports recovery actions, as drivers since 565 do.
+    #[must_use]
+    pub fn reports_recovery(driver_version: &str) -> bool {
+        let major = driver_version.split('.').next().unwrap_or_default();
+        major.parse::<u32>().is_ok_and(|major| major >= 565)
     }
 
     /// The value of a counter for all NVLinks; `None` for a board without NVLink.

@@ -1,10 +1,11 @@
 //! `nvmlDeviceGetFieldValues`: the fields that are simulated.
 
+use std::sync::atomic::Ordering;
 use std::time::SystemTime;
 
 use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlFieldValue_t, nvmlValue_t};
 use tranche_simulator_machine::description::Architecture;
-use tranche_simulator_machine::layout::NvLinkCounter;
+use tranche_simulator_machine::layout::{GpuState, NvLinkCounter};
 
 use crate::code::Code;
 use crate::export::export;
@@ -40,7 +41,16 @@ fn field_value(device: Device, field: u32, scope: u32) -> Result<(u32, nvmlValue
         // Energy in millijoules.
         83 => long(sensors::energy(device.state)),
         // Remapped rows: correctable, uncorrectable, pending, failed. Since Ampere.
-        142..=145 if device.state.architecture >= Architecture::Ampere as u32 => int(0),
+        142..=145 if device.state.architecture < Architecture::Ampere as u32 => {
+            Err(Code::NOT_SUPPORTED)
+        }
+        144 => int(device.state.remap_pending.load(Ordering::Relaxed)),
+        145 => int(device.state.remap_failed.load(Ordering::Relaxed)),
+        142 | 143 => int(0),
+        // The recovery action.
+        230 if GpuState::reports_recovery(device.shared.header.driver_version.as_str()) => {
+            int(device.state.recovery_action.load(Ordering::Relaxed))
+        }
         // Power: average, instant, and the limits.
         185 | 186 => int(sensors::power(device.state)),
         187 => int(device.state.power_limit_milliwatts / 2),

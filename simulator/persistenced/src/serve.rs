@@ -19,7 +19,8 @@ use rustix::net::{
 };
 use rustix::process::{Pid, PidfdFlags, Resource, getrlimit, pidfd_open, setrlimit};
 use tranche_simulator_machine::attach::new_socket;
-use tranche_simulator_machine::layout::NvLinkCounter;
+use tranche_simulator_machine::description::Architecture;
+use tranche_simulator_machine::layout::{GpuState, NvLinkCounter};
 use tranche_simulator_machine::partitions::InstanceError;
 use tranche_simulator_machine::wire::{PACKET, Reply, Request, Setting};
 use tranche_simulator_machine::{Description, DriverRoot, MAX_PROCESSES, identity};
@@ -319,9 +320,12 @@ impl Daemon {
                 } else if gpu as usize >= self.page.shared.gpus().len() {
                     Reply::Invalid
                 } else {
-                    self.page
-                        .shared
-                        .publish_event(gpu as usize, u64::from(kind), u64::from(data));
+                    let (index, kind, data) = (gpu as usize, u64::from(kind), u64::from(data));
+                    if kind == XID_EVENT {
+                        self.publish_xid(index, data);
+                    } else {
+                        self.page.shared.publish_event(index, kind, data);
+                    }
                     Reply::Granted { slot: 0 }
                 };
                 reply(&connection, answer, None);
@@ -435,13 +439,39 @@ impl Daemon {
         word.store(value, Ordering::Relaxed);
         match setting {
             Setting::MigMode => self.page.shared.apply_idle_mig_mode(index),
-            Setting::Lost if value == 1 => {
-                let xid = FELL_OFF_THE_BUS;
-                self.page.shared.publish_event(index, XID_EVENT, xid);
-            }
+            Setting::Lost if value == 1 => self.publish_xid(index, FELL_OFF_THE_BUS),
+            Setting::Lost => gpu.recovery_action.store(0, Ordering::Relaxed),
             _ => {}
         }
         Reply::Granted { slot: 0 }
+    }
+
+    /// Publishes an Xid with what the driver says after it: the state of row remapping and the recovery action, whose changes
+    /// are Xids, too.
+    fn publish_xid(&self, index: usize, xid: u64) {
+        let shared = self.page.shared;
+        shared.publish_event(index, XID_EVENT, xid);
+        let Some(gpu) = shared.gpus().get(index) else {
+            return;
+        };
+        if gpu.architecture >= Architecture::Ampere as u32 {
+            match xid {
+                63 => gpu.remap_pending.store(1, Ordering::Relaxed),
+                64 => gpu.remap_failed.store(1, Ordering::Relaxed),
+                _ => {}
+            }
+        }
+        let action = match xid {
+            79 => NODE_REBOOT,
+            46 | 48 | 62 | 95 | 109 | 110 | 119 | 120 | 140 | 143 | 158 => GPU_RESET,
+            _ => return,
+        };
+        if GpuState::reports_recovery(shared.header.driver_version.as_str()) {
+            let before = gpu.recovery_action.fetch_max(action, Ordering::Relaxed);
+            if before < action {
+                shared.publish_event(index, XID_EVENT, RECOVERY_ACTION_CHANGED);
+            }
+        }
     }
 
     fn reset(&self, gpu: usize) -> Reply {
@@ -505,6 +535,12 @@ impl Daemon {
 
 /// NVML's `nvmlEventTypeXidCriticalError`.
 pub const XID_EVENT: u64 = 0x8;
+/// The Xid of a change of the recovery action.
+const RECOVERY_ACTION_CHANGED: u64 = 154;
+/// `NVML_GPU_RECOVERY_ACTION_GPU_RESET`.
+const GPU_RESET: u32 = 1;
+/// `NVML_GPU_RECOVERY_ACTION_NODE_REBOOT`.
+const NODE_REBOOT: u32 = 2;
 /// The Xid of a GPU that has fallen off the bus.
 const FELL_OFF_THE_BUS: u64 = 79;
 

@@ -280,6 +280,60 @@ fn an_injected_xid_wakes_an_event_set() {
     assert!(data.contains("79"), "{data}");
 }
 
+/// `NVML_FI_DEV_REMAPPED_PENDING`, `NVML_FI_DEV_REMAPPED_FAILURE` and `NVML_FI_DEV_GET_GPU_RECOVERY_ACTION`; absent where they are not
+/// supported.
+fn recovery(device: &nvml_wrapper::Device<'_>) -> [Option<u32>; 3] {
+    let fields = [144, 145, 230].map(nvml_wrapper::structs::device::FieldId);
+    let samples = device.field_values_for(&fields).unwrap();
+    let value =
+        |sample: Result<nvml_wrapper::struct_wrappers::device::FieldValueSample, _>| match sample
+            .and_then(|sample| sample.value)
+        {
+            Ok(nvml_wrapper::enums::device::SampleValue::U32(value)) => Some(value),
+            _ => None,
+        };
+    let values: Vec<_> = samples.into_iter().map(value).collect();
+    values.try_into().unwrap()
+}
+
+#[test]
+fn an_xid_changes_what_the_driver_asks_for_until_the_gpu_is_reset() {
+    // An old model, and drivers before and since recovery actions.
+    for (model, driver, fine, rows, reset) in [
+        ("T4", "535.261.03", [None; 3], [None; 3], [None; 3]),
+        (
+            "H100-80",
+            "535.261.03",
+            [Some(0), Some(0), None],
+            [Some(1), Some(0), None],
+            [Some(0), Some(0), None],
+        ),
+        (
+            "H100-80",
+            "570.86.15",
+            [Some(0); 3],
+            [Some(1), Some(0), Some(0)],
+            [Some(0), Some(0), Some(1)],
+        ),
+    ] {
+        let machine = Machine::start_with_driver(model, 1, driver);
+        let nvml = machine.nvml();
+        let device = nvml.device_by_index(0).unwrap();
+        let inject = |xid: &str| machine.control(&["inject-xid", "0", xid]);
+        assert_eq!(recovery(&device), fine, "{model} {driver}");
+        inject("13");
+        assert_eq!(recovery(&device), fine, "{model} {driver}");
+        inject("63");
+        assert_eq!(recovery(&device), rows, "{model} {driver}");
+        machine.control(&["reset-gpu", "0"]);
+        assert_eq!(recovery(&device), fine, "{model} {driver}");
+        inject("48");
+        assert_eq!(recovery(&device), reset, "{model} {driver}");
+        machine.control(&["reset-gpu", "0"]);
+        assert_eq!(recovery(&device), fine, "{model} {driver}");
+    }
+}
+
 #[test]
 fn partition_profiles_are_listed_without_mig_mode() {
     for (model, slices) in [("H100-80", Some(7)), ("A100-40", Some(7)), ("L4", None)] {

@@ -205,6 +205,9 @@ impl Shared {
             instance.serial.store(0, Ordering::Release);
         }
         state.time_slice.store(0, Ordering::Relaxed);
+        // A row that could not be remapped stays so.
+        state.recovery_action.store(0, Ordering::Relaxed);
+        state.remap_pending.store(0, Ordering::Relaxed);
         for counter in &state.nvlink {
             counter.store(0, Ordering::Relaxed);
         }

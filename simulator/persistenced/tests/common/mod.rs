@@ -46,6 +46,26 @@ impl Machine {
         machine
     }
 
+    /// With a driver of another version than the machine file's.
+    pub fn start_with_driver(model: &str, gpus: u32, version: &str) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let shipped = parts().join(format!("machines/{model}.toml"));
+        let text = std::fs::read_to_string(shipped).unwrap();
+        let file = root.path().join("machine.toml");
+        std::fs::write(&file, text.replace("535.261.03", version)).unwrap();
+        let status = Command::new(parts().join("install-root"))
+            .arg(root.path())
+            .arg("--machine")
+            .arg(&file)
+            .args(["--gpus", &gpus.to_string()])
+            .status()
+            .unwrap();
+        assert!(status.success());
+        let mut machine = Self { root, daemon: None };
+        machine.start_daemon();
+        machine
+    }
+
     pub fn path(&self, below: &str) -> PathBuf {
         self.root.path().join(below)
     }
