@@ -22,7 +22,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' Makefile
 
 build: ## the node plugin, the controller, the usage API, the MPS supervisor, `tranche` and `kubectl tranche`, in target/release; the container hook, in target/static/release
-	cargo build --release -p tranche-kubelet-plugin -p tranche-controller -p tranche-usage-api -p tranche-mps -p tranche-cli -p tranche-kubectl
+	cargo build --release -p tranche-kubelet-plugin -p tranche-gpu-check -p tranche-controller -p tranche-usage-api -p tranche-mps -p tranche-cli -p tranche-kubectl
 	PROFILE=release PROGRAMS=release kubelet-plugin/hook/build
 
 shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
@@ -30,7 +30,7 @@ shim: ## libcuda.so.1 and libnvidia-ml.so.1 for capped shares, in target/shim
 
 # One call of cargo, so that a library that several programs need is compiled once: what the demo starts, or with the tests.
 COMPILED ?= Tranche and the simulator
-COMPILE ?= cargo build --quiet --profile $(PROFILE) -p tranche-kubelet-plugin -p tranche-controller -p tranche-usage-api -p tranche-mps \
+COMPILE ?= cargo build --quiet --profile $(PROFILE) -p tranche-kubelet-plugin -p tranche-gpu-check -p tranche-controller -p tranche-usage-api -p tranche-mps \
 	-p tranche-workload -p tranche-simulator-cuda -p tranche-simulator-nvml -p tranche-simulator-persistenced -p tranche-simulator-pci
 lint test unit e2e e2e-core: export PROFILE = dev
 lint test unit e2e e2e-core: export COMPILED = Tranche, the simulator and the tests
