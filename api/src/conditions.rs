@@ -20,6 +20,10 @@ pub const CLAIMS_KNOWN: &str = "ClaimsKnown";
 /// `idle.afterSeconds`. A condition of a claim's device (`status.devices[].conditions`), written by the controller.
 pub const IDLE: &str = "Idle";
 
+/// The GPU has no fault. A condition of a GPU (`status.gpus[].conditions` of a GpuNode) and, while it has one, of each device
+/// of a claim on it (`status.devices[].conditions`). Written by the plugin.
+pub const HEALTHY: &str = "Healthy";
+
 /// A condition without its time.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct State {
@@ -39,21 +43,34 @@ impl State {
     #[must_use]
     pub fn since(&self, stored: &[Condition], now: Timestamp) -> Condition {
         let status = if self.holds { "True" } else { "False" };
-        let same = stored
-            .iter()
-            .find(|condition| condition.type_ == self.kind && condition.status == status);
-        Condition {
-            type_: self.kind.to_owned(),
-            status: status.to_owned(),
-            reason: self.reason.to_owned(),
-            message: self.message.clone(),
-            last_transition_time: same.map_or_else(
-                // Whole seconds, as the API server stores them.
-                || Time(Timestamp::from_second(now.as_second()).unwrap_or(now)),
-                |condition| condition.last_transition_time.clone(),
-            ),
-            observed_generation: None,
-        }
+        condition(self.kind, status, self.reason, &self.message, stored, now)
+    }
+}
+
+/// The condition to write, of any status: with the stored transition time if the status is unchanged, else with `now`.
+#[must_use]
+pub fn condition(
+    kind: &str,
+    status: &str,
+    reason: &str,
+    message: &str,
+    stored: &[Condition],
+    now: Timestamp,
+) -> Condition {
+    let same = stored
+        .iter()
+        .find(|condition| condition.type_ == kind && condition.status == status);
+    Condition {
+        type_: kind.to_owned(),
+        status: status.to_owned(),
+        reason: reason.to_owned(),
+        message: message.to_owned(),
+        last_transition_time: same.map_or_else(
+            // Whole seconds, as the API server stores them.
+            || Time(Timestamp::from_second(now.as_second()).unwrap_or(now)),
+            |condition| condition.last_transition_time.clone(),
+        ),
+        observed_generation: None,
     }
 }
 

@@ -1,14 +1,14 @@
 //! `GpuNode`: what a node's hardware and driver can do, as its plugin reads it from NVML.
 //!
 //! A GpuNode is cluster-scoped, has the node's name and is owned by the node. Two writers share the status, each with
-//! its own field manager: the plugin writes `inventory`, `withheld` and `registration`, the controller writes
+//! its own field manager: the plugin writes `inventory`, `withheld`, `gpus` and `registration`, the controller writes
 //! `published`, and each writes its own `conditions`. The plugin's fields contain no policy. In `published.gpus` the
 //! controller gives the plugin the settings of the policies that the plugin needs.
 //!
 //! The types can hold everything that the schema accepts, because one object that cannot be decoded would make a watch
 //! fail for all nodes.
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::CustomResource;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::mig::{MigGeometry, MigInstance};
 use crate::pci_address::PciAddress;
 use crate::quantity::{Quantity, bytes_schema};
-use crate::sharing_policy::{Interval, OnBypass};
+use crate::sharing_policy::{FaultEffect, Interval, OnBypass};
 use crate::vgpu::{GpuVgpu, VgpuRole};
 use crate::withheld::WithheldGpu;
 
@@ -35,6 +35,7 @@ use crate::withheld::WithheldGpu;
     printcolumn = r#"{"name": "Product", "type": "string", "jsonPath": ".status.inventory.gpus[0].productName"}"#,
     printcolumn = r#"{"name": "Driver", "type": "string", "jsonPath": ".status.inventory.driverVersion"}"#,
     printcolumn = r#"{"name": "Epoch", "type": "integer", "jsonPath": ".status.registration.epoch"}"#,
+    printcolumn = r#"{"name": "Unhealthy", "type": "integer", "jsonPath": ".status.unhealthyCount"}"#,
     printcolumn = r#"{"name": "Withheld", "type": "integer", "jsonPath": ".status.published.withheldCount"}"#,
     printcolumn = r#"{"name": "Slices", "type": "integer", "jsonPath": ".status.published.sliceCount"}"#,
     printcolumn = r#"{"name": "Problem", "type": "string", "jsonPath": ".status.published.problem"}"#,
@@ -54,6 +55,18 @@ pub struct GpuNodeStatus {
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     #[schemars(extend("x-kubernetes-list-type" = "atomic"))]
     pub withheld: Vec<WithheldGpu>,
+    /// The health of the node's GPUs, written by the node's plugin: those of the inventory, and those with faults that
+    /// the driver does not reach.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(extend(
+        "x-kubernetes-list-type" = "map",
+        "x-kubernetes-list-map-keys" = ["uuid"],
+    ))]
+    pub gpus: Vec<GpuStatus>,
+    /// The number of GPUs with faults, for `kubectl get`'s columns.
+    #[serde(default)]
+    #[schemars(range(max = 4_294_967_295_u32))]
+    pub unhealthy_count: u32,
     /// The plugin's newest registration with the kubelet, written by the node's plugin.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub registration: Option<Registration>,
@@ -227,6 +240,63 @@ pub struct MigMode {
     pub pending: bool,
 }
 
+/// The health of one GPU.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuStatus {
+    /// The GPU's UUID, `GPU-…`.
+    pub uuid: String,
+    /// The GPU's conditions. `Healthy` is `False` from the first fault until the driver asks for no recovery action and a
+    /// check has passed, and `Unknown` while the node cannot watch the GPU.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(extend(
+        "x-kubernetes-list-type" = "map",
+        "x-kubernetes-list-map-keys" = ["type"],
+    ))]
+    pub conditions: Vec<Condition>,
+    /// The taint `gpu.tranche.dev/unhealthy` of every device of the GPU. Absent while the GPU has no fault.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub taint: Option<GpuTaint>,
+}
+
+/// The taint of the devices of a GPU that has a fault.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuTaint {
+    /// The taint's value: the fault, for example `Xid79`.
+    pub value: String,
+    /// The taint's effect. A value that the controller's release does not know has the effect `NoSchedule`.
+    // Any string, so that a newer plugin's word does not make an older schema refuse the status.
+    #[schemars(with = "String")]
+    pub effect: TaintEffect,
+    /// The time from which the taint has had this effect.
+    pub time_added: Time,
+}
+
+/// The effect of a taint of a device.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema,
+)]
+pub enum TaintEffect {
+    /// Pods that use the device are evicted, and no new claim gets it.
+    NoExecute,
+    /// No new claim gets the device. A value that this release does not know has the same effect.
+    #[default]
+    #[serde(other)]
+    NoSchedule,
+}
+
+impl TaintEffect {
+    /// As in the API.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::NoExecute => "NoExecute",
+            Self::NoSchedule => "NoSchedule",
+        }
+    }
+}
+
 /// The plugin's newest registration with the kubelet.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "camelCase")]
@@ -287,6 +357,39 @@ pub struct PublishedGpu {
     /// The settings for shares in the tier `timeshared`.
     #[serde(default)]
     pub timeshared: PublishedTimeshared,
+    /// The settings for the GPU's faults.
+    #[serde(default)]
+    pub health: PublishedHealth,
+}
+
+/// What happens to the GPU's devices when it has a fault.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PublishedHealth {
+    /// The SharingPolicy's `health.effect`. The plugin treats a value that its release does not know as `NoSchedule`.
+    // Any string, as above.
+    #[schemars(with = "String")]
+    #[serde(default)]
+    pub effect: TaintEffect,
+    /// The SharingPolicy's `health.graceSeconds`. 300 if it is missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(range(max = 4_294_967_295_u32))]
+    pub grace_seconds: Option<u32>,
+    /// The SharingPolicy's `health.faults`. The plugin ignores a fault that its release does not know.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub faults: Vec<PublishedFault>,
+}
+
+/// The effect of one fault.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "camelCase")]
+pub struct PublishedFault {
+    /// The fault's name.
+    pub fault: String,
+    /// Its effect. The plugin treats a value that its release does not know as `NoSchedule`.
+    // Any string, as above.
+    #[schemars(with = "String")]
+    pub effect: FaultEffect,
 }
 
 /// The settings that the node's plugin applies to shares in the tier `capped`.

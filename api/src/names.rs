@@ -130,6 +130,7 @@ pub mod taint {
         ALL;
         WITHDRAWN = "gpu.tranche.dev/withdrawn", "NoSchedule", "": "The device is no longer offered but still allocated; it is removed after its last claim.";
         CORDONED = "gpu.tranche.dev/cordoned", "NoSchedule", "": "`kubectl tranche cordon` keeps new claims off the GPU or the node, by a DeviceTaintRule; the slices do not have this taint.";
+        UNHEALTHY = "gpu.tranche.dev/unhealthy", "NoSchedule or NoExecute", "Xid79": "The GPU has a fault, which is the taint's value. It gets the effect `NoExecute` if the SharingPolicy's `health` says so.";
         UNTESTED_DRIVER = "gpu.tranche.dev/untested-driver", "NoSchedule", "": "The node's driver has functions that this release does not know (`untestedDriver`), and the SharingPolicy's `capped.untestedDriver` is `Taint`.";
     }
 }

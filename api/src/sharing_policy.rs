@@ -9,6 +9,7 @@
 //! make a watch fail for all objects. The server prunes fields that the schema does not know, so the types need not
 //! refuse them.
 
+mod health;
 mod idle;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
@@ -19,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::quantity::Quantity;
 use crate::tier::Tier;
 
+pub use health::{FAULTS, FaultEffect, FaultRule, HealthPolicy};
 pub use idle::{IdleAction, IdlePolicy, LEAST_AFTER_SECONDS, MOST_SECONDS};
 
 /// The GPUs to which the policy applies, and how they are offered.
@@ -78,6 +80,9 @@ pub struct SharingPolicySpec {
     /// happens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle: Option<IdlePolicy>,
+    /// What happens to the devices of a GPU that has a fault.
+    #[serde(default)]
+    pub health: HealthPolicy,
 }
 
 /// Limits of the tier `capped`.

@@ -70,6 +70,7 @@ fn plan(inventory: &Inventory, policy: &SharingPolicy) -> anyhow::Result<SlicePl
         labels: &labels,
         inventory,
         withheld: &[],
+        health: &[],
         policies: std::slice::from_ref(policy),
         retained: &[],
     })?)

@@ -228,6 +228,7 @@ pub fn reconcile(
         labels: node.labels(),
         inventory,
         withheld: status.map_or(&[], |status| &status.withheld),
+        health: status.map_or(&[], |status| &status.gpus),
         policies: &view.policies,
         retained: &withdrawn::retained(&view.slices, held, &evidence.read),
     }) {

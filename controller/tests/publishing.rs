@@ -5,7 +5,7 @@ use crate::support;
 
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use support::Fault;
 use support::cluster::Cluster;
 use tokio::time::{Instant, sleep};
@@ -428,6 +428,83 @@ async fn a_withheld_gpu_is_not_offered_until_the_node_releases_it() {
         .map(|(reason, _)| reason)
         .collect();
     assert_eq!(seen, ["GpuWithheld", "GpuReleased"]);
+}
+
+/// The taints of a node's devices, by the devices' names.
+fn taints(cluster: &Cluster) -> std::collections::BTreeMap<String, Value> {
+    let slices = cluster.slices("a");
+    let devices = slices
+        .iter()
+        .filter_map(|it| it["spec"]["devices"].as_array());
+    let taints = |device: &Value| {
+        let name = device["name"].as_str().expect("a name").to_owned();
+        (name, device["taints"].clone())
+    };
+    devices.flatten().map(taints).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fault_taints_its_gpus_devices_with_one_write_and_a_stable_time() {
+    let (cluster, _replica) = published().await;
+    let before = taints(&cluster);
+    let node = cluster.api.one("gpunodes", "a");
+    let uuid = node["status"]["inventory"]["gpus"][1]["uuid"].clone();
+    let report = |taint: Value| {
+        cluster.api.edit("gpunodes", "a", |node| {
+            node["status"]["gpus"] = json!([{"uuid": uuid, "taint": taint}]);
+        });
+    };
+    let taint =
+        |effect: &str, time: &str| json!({"value": "Xid79", "effect": effect, "timeAdded": time});
+    let writes = cluster.api.writes().len();
+    report(taint("NoSchedule", "2026-11-22T08:00:00Z"));
+    cluster.settle(SOON).await;
+    let wanted = |effect: &str, time: &str| json!([{"key": "gpu.tranche.dev/unhealthy", "value": "Xid79", "effect": effect, "timeAdded": time}]);
+    let is_second = |name: &str| name.contains(&uuid.as_str().expect("a UUID")[4..12]);
+    for (name, taints) in taints(&cluster) {
+        let wanted = if is_second(&name) {
+            wanted("NoSchedule", "2026-11-22T08:00:00Z")
+        } else {
+            Value::Null
+        };
+        assert_eq!(taints, wanted, "{name}");
+    }
+    assert_eq!(
+        cluster.api.writes().len(),
+        writes + 1,
+        "one slice, and no record"
+    );
+    // A new generation of the pool keeps the time.
+    let generation = cluster.published("a")["poolGeneration"].clone();
+    cluster.withhold(
+        "a",
+        &json!([{"gpu": "GPU-other", "reason": "GpuLost", "message": ""}]),
+    );
+    cluster.wipe("a");
+    cluster.bump("a");
+    cluster.settle(SOON).await;
+    assert_ne!(cluster.published("a")["poolGeneration"], generation);
+    let second = |taints: std::collections::BTreeMap<String, Value>| {
+        let mut of_second = taints.into_iter().filter(|(name, _)| is_second(name));
+        of_second.next().expect("a device of the second GPU").1
+    };
+    assert_eq!(
+        second(taints(&cluster)),
+        wanted("NoSchedule", "2026-11-22T08:00:00Z")
+    );
+    report(taint("NoExecute", "2026-11-22T08:05:00Z"));
+    cluster.settle(SOON).await;
+    assert_eq!(
+        second(taints(&cluster)),
+        wanted("NoExecute", "2026-11-22T08:05:00Z")
+    );
+    // A word of a newer plugin.
+    report(taint("NoBinding", "2026-11-22T08:05:00Z"));
+    cluster.settle(SOON).await;
+    assert_eq!(second(taints(&cluster))[0]["effect"], "NoSchedule");
+    report(Value::Null);
+    cluster.settle(SOON).await;
+    assert_eq!(taints(&cluster), before);
 }
 
 /// A node of two GPUs at an API server that drops a field: the problem is recorded with this word, and nothing is

@@ -13,6 +13,7 @@
 //!                                            ├─► audit ──► who had what from when to when
 //!                                            └─► claim_spec, metadata ──► the claim's CDI spec, what its containers can read
 //!
+//!  NVML's reports, Xids ─► health ─► a GPU's condition and taint
 //!  what claims hold ─► stranded ─► what nobody can have of a GPU
 //!  pods without a claim ─► extended_resources ─► the claim that the scheduler looks for
 //! ```
@@ -30,6 +31,7 @@ pub mod competing_drivers;
 pub mod extended_resources;
 pub mod gpu;
 pub mod gpu_state;
+pub mod health;
 pub mod journal;
 pub mod metadata;
 pub mod mig;

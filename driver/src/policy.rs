@@ -8,12 +8,15 @@
 //! The admission of a [`SharingPolicy`] checks the same, but a policy may have been stored before a rule existed, or by
 //! a server that does not check it. An invalid policy offers nothing, and no policy of lower priority replaces it.
 
+mod health;
 mod idle;
 mod selector;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tranche_api::gpu_node::{Gpu, PublishedCapped, PublishedGpu, PublishedTimeshared};
+use tranche_api::gpu_node::{
+    Gpu, PublishedCapped, PublishedGpu, PublishedHealth, PublishedTimeshared,
+};
 use tranche_api::quantity::{CountError, Quantity};
 use tranche_api::sharing_policy::{
     CAPPED_CAPABILITIES, DRIVER_CAPABILITIES, Interval, LOW_PRIORITY_FLOOR, OnBypass,
@@ -23,6 +26,7 @@ use tranche_api::tier::Tier;
 
 use crate::cdi::Capability;
 use crate::gpu::{GpuUuid, GpuUuidError};
+use crate::health::FaultError;
 use crate::mig::{Profile, ProfileError};
 use crate::oversubscription::Oversubscription;
 
@@ -151,6 +155,14 @@ pub enum PolicyProblem {
         /// Why.
         problem: ProfileError,
     },
+    /// Text that names no fault.
+    #[error("spec.health.faults[{index}].fault {problem}")]
+    Fault {
+        /// Its place in the list.
+        index: usize,
+        /// Why.
+        problem: FaultError,
+    },
     /// A name that is no capability of the driver.
     #[error(
         "spec.capped.driverCapabilities names {name:?}: use {}",
@@ -250,6 +262,9 @@ pub fn published(
         timeshared: PublishedTimeshared {
             interval: terms.timeshared.interval,
         },
+        health: policy.map_or_else(PublishedHealth::default, |policy| {
+            health::published(&policy.spec.health)
+        }),
     })
 }
 
@@ -352,6 +367,7 @@ impl TryFrom<&SharingPolicySpec> for Terms {
         uuids(&spec.uuids)?;
         each_once("spec.indices", &spec.indices)?;
         spec.idle.as_ref().map(idle::terms).transpose()?;
+        health::check(&spec.health)?;
         let capped = &spec.capped;
         let max_sharers = sharers("spec.capped.maxSharers", capped.max_sharers, MOST_SHARERS)?;
         let memory_step = count("spec.capped.memoryStep", capped.memory_step)?;

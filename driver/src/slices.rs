@@ -40,7 +40,7 @@ use k8s_openapi::api::resource::v1::{
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
 use tranche_api::PciAddress;
-use tranche_api::gpu_node::{Gpu, Inventory};
+use tranche_api::gpu_node::{Gpu, GpuStatus, GpuTaint, Inventory};
 use tranche_api::names::{self as vocabulary, DRIVER, attribute};
 use tranche_api::sharing_policy::SharingPolicy;
 use tranche_api::withheld::WithheldGpu;
@@ -65,6 +65,9 @@ const SETS_PER_SLICE: usize = 8;
 /// (`ResourceSliceMaxDevicesWithTaintsOrConsumesCounters`).
 const DEVICES_PER_SLICE: usize = 64;
 
+/// The longest value of a taint, which is that of a label.
+const LONGEST_LABEL: usize = 63;
+
 /// Everything that the slices of a node depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct NodeInput<'a> {
@@ -78,6 +81,8 @@ pub struct NodeInput<'a> {
     pub inventory: &'a Inventory,
     /// GPUs that the node itself withholds.
     pub withheld: &'a [WithheldGpu],
+    /// The health of the GPUs: the devices of those with a fault are tainted.
+    pub health: &'a [GpuStatus],
     /// All policies of the cluster.
     pub policies: &'a [SharingPolicy],
     /// Published devices that claims may hold. Those that are no longer offered are kept, and a taint
@@ -185,6 +190,9 @@ pub fn plan(node: &NodeInput<'_>) -> Result<SlicePlan, NodeNameError> {
         }
     }
     let lacking = withdraw(node.retained, &gpus, &mut pool);
+    for device in pool.devices.values_mut().flatten() {
+        taint_unhealthy(device, node.health);
+    }
 
     let sets: Vec<CounterSet> = pool.counters.into_values().collect();
     let counters = sets
@@ -415,6 +423,32 @@ fn withdraw(
         }
     }
     lacking
+}
+
+/// Adds the taint of the device's GPU, if that has a fault.
+fn taint_unhealthy(device: &mut Device, health: &[GpuStatus]) {
+    let Some(uuid) = Retained::read(device).map(|it| it.uuid) else {
+        return;
+    };
+    let mut of_gpu = health
+        .iter()
+        .filter(|status| status.uuid.parse() == Ok(uuid));
+    if let Some(taint) = of_gpu.find_map(|status| status.taint.as_ref()) {
+        let taints = device.taints.get_or_insert_default();
+        taints.push(unhealthy(taint));
+    }
+}
+
+/// The taint of a GPU with a fault. What the node wrote must not make the API server refuse the slice.
+fn unhealthy(taint: &GpuTaint) -> DeviceTaint {
+    let is_word = taint.value.chars().all(|it| it.is_ascii_alphanumeric());
+    let fits = is_word && taint.value.len() <= LONGEST_LABEL;
+    DeviceTaint {
+        key: vocabulary::taint::UNHEALTHY.to_owned(),
+        value: fits.then(|| taint.value.clone()),
+        effect: taint.effect.as_str().to_owned(),
+        time_added: Some(taint.time_added.clone()),
+    }
 }
 
 /// A taint that closes a device to new claims that do not tolerate it.

@@ -142,6 +142,7 @@ impl World {
             labels: &labels,
             inventory: &inventory,
             withheld: &[],
+            health: &[],
             policies: &self.policies,
             retained: &[],
         };

@@ -43,6 +43,7 @@ impl Node {
             labels: &BTreeMap::new(),
             inventory: &inventory,
             withheld: &[],
+            health: &[],
             policies: std::slice::from_ref(&policy),
             retained: &[],
         })?;

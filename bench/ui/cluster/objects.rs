@@ -62,6 +62,7 @@ impl Planner {
             labels: &BTreeMap::new(),
             inventory,
             withheld: &[],
+            health: &[],
             policies: std::slice::from_ref(&self.0),
             retained: &[],
         })

@@ -616,6 +616,7 @@ proptest! {
             labels: &labels,
             inventory: &inventory,
             withheld: &[],
+            health: &[],
             policies: &policies,
             retained: &[],
         });

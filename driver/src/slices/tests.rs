@@ -7,9 +7,10 @@ mod properties;
 mod shrunk;
 mod vgpu;
 
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::{Value, json};
 use tranche_api::Quantity;
-use tranche_api::gpu_node::GpuVfio;
+use tranche_api::gpu_node::{GpuVfio, TaintEffect};
 use tranche_api::names::{attribute, capacity, taint};
 use tranche_api::tier::Tier;
 use tranche_api::withheld::reason;
@@ -40,6 +41,7 @@ fn input<'a>(
         labels,
         inventory,
         withheld: &[],
+        health: &[],
         policies,
         retained: &[],
     }
@@ -846,4 +848,84 @@ fn an_untested_driver_closes_the_tier_that_it_may_escape() {
         }
         assert_eq!(tainted, closed);
     }
+}
+
+/// What a node reports of a GPU with a fault.
+fn faulty(uuid: &str, value: &str, effect: TaintEffect) -> GpuStatus {
+    GpuStatus {
+        uuid: uuid.to_owned(),
+        conditions: Vec::new(),
+        taint: Some(GpuTaint {
+            value: value.to_owned(),
+            effect,
+            time_added: Time("2026-11-22T08:00:00Z".parse().unwrap()),
+        }),
+    }
+}
+
+#[test]
+fn every_device_of_a_gpu_with_a_fault_is_tainted_and_no_other() {
+    let inventory = inventory(vec![gpu(0), gpu(1)]);
+    let (first, labels) = (inventory.gpus[0].uuid.clone(), BTreeMap::new());
+    let policies = [all_tiers()];
+    let of = |health: &[GpuStatus], withheld: &[WithheldGpu], retained: &[PublishedDevice]| {
+        let plan = plan(&NodeInput {
+            withheld,
+            health,
+            retained,
+            ..input(&inventory, &policies, &labels)
+        });
+        devices(&plan.unwrap())
+    };
+    let effects = |devices: &[Device]| -> BTreeMap<String, Vec<(String, String)>> {
+        let taints = |device: &Device| {
+            let taints = device.taints.iter().flatten();
+            let taints = taints.map(|taint| (taint.key.clone(), taint.effect.clone()));
+            (device.name.clone(), taints.collect())
+        };
+        devices.iter().map(taints).collect()
+    };
+    let executes = [faulty(&first, "Xid79", TaintEffect::NoExecute)];
+    let tainted = of(&executes, &[], &[]);
+    let is_first = |name: &str| name.starts_with(&format!("gpu-{}", &first[4..12]));
+    let unhealthy = (
+        "gpu.tranche.dev/unhealthy".to_owned(),
+        "NoExecute".to_owned(),
+    );
+    let mut count = 0;
+    for (name, taints) in effects(&tainted) {
+        assert_eq!(taints.contains(&unhealthy), is_first(&name), "{name}");
+        count += usize::from(is_first(&name));
+    }
+    assert_eq!(count, 3, "all tiers of the first");
+    let taint = tainted
+        .iter()
+        .find_map(|it| it.taints.as_ref()?.first())
+        .unwrap();
+    assert_eq!(taint.value.as_deref(), Some("Xid79"));
+    assert!(taint.time_added.is_some());
+    // What is no label's value must not make the API server refuse the slice.
+    for value in ["a b", "é", &"x".repeat(64)] {
+        let odd = of(&[faulty(&first, value, TaintEffect::NoSchedule)], &[], &[]);
+        let taint = odd
+            .iter()
+            .find_map(|it| it.taints.as_ref()?.first())
+            .unwrap();
+        assert_eq!(taint.value, None, "{value}");
+    }
+    // A device that is no longer offered has both taints, so that a fault evicts its pods.
+    let retained = whole(&tainted);
+    let lost = [WithheldGpu::whole(&first, "GpuLost", String::new())];
+    let withdrawn = effects(&of(&executes, &lost, &retained));
+    let both = ["gpu.tranche.dev/withdrawn", "gpu.tranche.dev/unhealthy"];
+    for (name, taints) in withdrawn.iter().filter(|(name, _)| is_first(name)) {
+        let keys: Vec<&str> = taints.iter().map(|(key, _)| key.as_str()).collect();
+        assert_eq!(keys, both, "{name}");
+    }
+    // Without a fault there is none.
+    let fine = GpuStatus {
+        taint: None,
+        ..faulty(&first, "", TaintEffect::NoSchedule)
+    };
+    assert_eq!(of(&[fine], &[], &[]), of(&[], &[], &[]));
 }

@@ -58,6 +58,7 @@ fn slices(model: &Model) -> Vec<ResourceSlice> {
         labels: &BTreeMap::new(),
         inventory: &inventory,
         withheld: &[],
+        health: &[],
         policies: &[policy],
         retained: &[],
     })

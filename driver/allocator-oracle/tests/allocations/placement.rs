@@ -32,6 +32,7 @@ fn publish(scheduler: &mut Scheduler, tiers: &[Tier]) {
         labels: &BTreeMap::new(),
         inventory: &inventory(&[0; GPUS]),
         withheld: &[],
+        health: &[],
         policies: &[policy.object()],
         retained: &[],
     })

@@ -148,6 +148,7 @@ impl Run<'_> {
             labels: &BTreeMap::new(),
             inventory: &self.inventory,
             withheld: &withheld,
+            health: &[],
             policies: &[policy.object()],
             retained: &retained,
         });

@@ -94,6 +94,7 @@ pub fn any_slices() -> impl Strategy<Value = Vec<Value>> {
                 labels: &BTreeMap::new(),
                 inventory: &inventory,
                 withheld: &[],
+                health: &[],
                 policies: &[policy],
                 retained: &[],
             })
