@@ -24,6 +24,10 @@ pub const LIVE: Limit = Limit::of(2);
 pub const REPUBLISHED: Limit = Limit::of(5);
 /// A deleted slice or GpuNode exists again.
 pub const HEALED: Limit = Limit::of(10);
+/// The devices of a GPU with a fault are tainted.
+pub const FAULT_TAINTED: Limit = Limit::of(5);
+/// The status of a pod shows the fault of its GPU.
+pub const FAULT_TOLD: Limit = Limit::of(10);
 /// The usage API is served without the replica that was killed.
 pub const SERVED_AGAIN: Limit = Limit::of(15);
 /// The kubelet deletes the slices of a plugin that is gone, at least 30 s after its connection closed.

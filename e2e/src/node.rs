@@ -188,6 +188,18 @@ impl Node {
         Ok(format!("rm -f {FAULTS}"))
     }
 
+    /// Makes the driver report an Xid of a GPU.
+    pub async fn inject_xid(&self, uuid: &str, xid: u32) -> anyhow::Result<()> {
+        let script = format!("nvidia-sim-persistenced inject-xid {uuid} {xid}");
+        self.shell(&script).await.map(drop)
+    }
+
+    /// Resets a GPU that no program uses.
+    pub async fn reset_gpu(&self, uuid: &str) -> anyhow::Result<()> {
+        let script = format!("nvidia-sim-persistenced reset-gpu {uuid}");
+        self.shell(&script).await.map(drop)
+    }
+
     /// Switches a GPU to MIG mode as an administrator does, while nothing uses it; the returned script
     /// switches it back.
     pub async fn enable_mig_mode(&self, uuid: &str) -> anyhow::Result<String> {

@@ -24,10 +24,12 @@ use tranche_serving::stop::on_signal;
 use self::node::{Endpoints, Node};
 use crate::args::Args;
 use crate::claim::dra::DraService;
+use crate::health::stream::HealthService;
 use crate::host::fs::{Fs, HostFs};
 use crate::host::install::{self, is_noexec};
 use crate::host::layout::Layout;
 use crate::kubelet::proto::dra::dra_plugin_server::DraPluginServer;
+use crate::kubelet::proto::dra_health::{v1, v1alpha1};
 use crate::kubelet::proto::pluginregistration::registration_server::RegistrationServer;
 use crate::kubelet::registration::RegistrationService;
 use crate::kubelet::sockets::Socket;
@@ -82,6 +84,8 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     let endpoints = Endpoints::bind(&node.args).await?;
     let dra = DraService::new(Arc::clone(&claims.preparer), Arc::clone(&node.metrics));
     let endpoint = node.layout.dra_socket().to_string_lossy().into_owned();
+    // Its streams never end by themselves, and the servers wait for them.
+    let health = node.health_service(&claims, &stop);
     let registration = RegistrationService::new(endpoint, senders.registered);
 
     // Helpers run until the servers have drained, because a last Prepare needs them.
@@ -100,6 +104,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
         &mut helpers,
         &helpers_stop,
     );
+    node.watch_health(&claims, &mut helpers, &helpers_stop);
     node.look_after_claims(claims, &mut helpers, &helpers_stop);
 
     info!(
@@ -109,6 +114,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
     );
     let served = serve(
         dra,
+        health,
         dra_incoming,
         registration,
         registration_incoming,
@@ -135,6 +141,7 @@ pub async fn run(args: Args) -> anyhow::Result<()> {
 /// half a plugin would look alive to the kubelet.
 async fn serve(
     dra: DraService,
+    health: HealthService,
     dra_incoming: UnixListenerStream,
     registration: RegistrationService,
     registration_incoming: UnixListenerStream,
@@ -142,6 +149,8 @@ async fn serve(
 ) -> Result<(), tonic::transport::Error> {
     let dra = Server::builder()
         .add_service(DraPluginServer::new(dra))
+        .add_service(v1::dra_resource_health_server::DraResourceHealthServer::new(health.clone()))
+        .add_service(v1alpha1::dra_resource_health_server::DraResourceHealthServer::new(health))
         .serve_with_incoming_shutdown(dra_incoming, stop.clone().cancelled_owned());
     let registration = Server::builder()
         .add_service(RegistrationServer::new(registration))

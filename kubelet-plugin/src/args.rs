@@ -71,6 +71,9 @@ pub struct Args {
     /// each time powers idle GPUs up for about a second
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub describe_seconds: u64,
+    /// The program that checks a GPU after a fault
+    #[arg(long, default_value = "/usr/bin/tranche-gpu-check")]
+    pub gpu_check: PathBuf,
     /// The format of log lines; RUST_LOG selects what is logged (default info)
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     pub log_format: LogFormat,

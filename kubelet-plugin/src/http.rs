@@ -4,6 +4,7 @@
 
 mod claims;
 mod dcgm;
+mod faults;
 pub mod format;
 pub mod health;
 mod shares;
@@ -22,10 +23,12 @@ use prometheus_client::encoding::text::{encode_eof, encode_registry};
 use tokio::sync::watch;
 use tranche_api::gpu_node::Inventory;
 use tranche_api::usage::NodeUsage;
+use tranche_driver::health::Verdicts;
 use tranche_node::nvml::Hangs;
 
 use self::format::Format;
 use crate::gpu::driver_state::DriverState;
+use crate::health::Board;
 use crate::host::layout::Layout;
 use crate::ledger::Ledger;
 use crate::metrics::Metrics;
@@ -44,6 +47,8 @@ pub struct Scrape {
     /// The paths of its pages.
     pub layout: Layout,
     pub last_findings: Arc<LastFindings>,
+    /// The verdicts on the GPUs' health.
+    pub health: Arc<Board>,
     /// Who uses the GPUs.
     pub usage: Arc<Usage>,
     /// Whether the GPUs' sensors have series, under the names of dcgm-exporter.
@@ -77,8 +82,11 @@ async fn metrics(State(scrape): State<Scrape>, headers: HeaderMap) -> impl IntoR
             &scrape.layout,
             &scrape.last_findings,
             &usage,
-            inventory,
-            scrape.gpu_sensors,
+            &Known {
+                inventory,
+                verdicts: scrape.health.now().as_deref(),
+                sensors: scrape.gpu_sensors,
+            },
         ))
     });
     // Fails only at shutdown.
@@ -93,9 +101,18 @@ async fn usage(State(scrape): State<Scrape>) -> impl IntoResponse {
     ([(header::CONTENT_TYPE, "application/json")], json)
 }
 
+/// What is known of the GPUs, apart from their usage.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Known<'a> {
+    pub inventory: Option<&'a Inventory>,
+    /// The verdicts on their health.
+    pub verdicts: Option<&'a Verdicts>,
+    /// Whether the sensors of whole GPUs are among the metrics.
+    pub sensors: bool,
+}
+
 /// All metrics in the text format of OpenMetrics. Held claims and their usage are counted now,
-/// from the account of every held share; `usage` is what NVML said;
-/// `gpu_sensors` says whether the sensors of whole GPUs are among them.
+/// from the account of every held share; `usage` is what NVML said.
 #[must_use]
 pub fn exposition(
     metrics: &Metrics,
@@ -103,8 +120,7 @@ pub fn exposition(
     layout: &Layout,
     last_findings: &LastFindings,
     usage: &NodeUsage,
-    inventory: Option<&Inventory>,
-    gpu_sensors: bool,
+    gpus: &Known<'_>,
 ) -> String {
     let (claims, unreadable) = (ledger.held().len(), ledger.refused().len());
     metrics.set_held(&ledger.devices(), claims, unreadable);
@@ -113,8 +129,9 @@ pub fn exposition(
     let _ = encode_registry(&mut text, metrics.registry());
     let _ = encode_registry(&mut text, &shares::registry(ledger, layout));
     let _ = encode_registry(&mut text, &watchdog::registry(ledger, last_findings));
-    let _ = encode_registry(&mut text, &claims::registry(usage, inventory, ledger));
-    let _ = encode_registry(&mut text, &dcgm::registry(usage, gpu_sensors));
+    let _ = encode_registry(&mut text, &faults::registry(gpus.verdicts));
+    let _ = encode_registry(&mut text, &claims::registry(usage, gpus.inventory, ledger));
+    let _ = encode_registry(&mut text, &dcgm::registry(usage, gpus.sensors));
     let _ = encode_eof(&mut text);
     text
 }

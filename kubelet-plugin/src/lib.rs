@@ -19,6 +19,7 @@
 //! | [`app`] | puts the parts together |
 //! | [`http`] | `/metrics`, `/usage`, `/healthz`, `/readyz` |
 //! | [`claim`] | the kubelet's calls, Prepare and Unprepare, orphans |
+//! | [`health`] | faults of GPUs: watches, checks, reports to pods, claims and the kubelet |
 //! | [`share`] | compute time, usage and watchdog of held shares |
 //! | [`cluster`] | the API server: claims, status, events, GpuNode |
 //! | [`kubelet`] | its sockets |
@@ -40,6 +41,7 @@ pub mod args;
 pub mod claim;
 pub mod cluster;
 pub mod gpu;
+pub mod health;
 pub mod host;
 pub mod http;
 pub mod kubelet;

@@ -25,6 +25,7 @@ pub mod capabilities;
 pub mod compute;
 pub mod devices;
 pub mod discover;
+pub mod health;
 pub mod inventory;
 pub mod layouts;
 pub mod nvml;

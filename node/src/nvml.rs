@@ -6,6 +6,7 @@
 mod call;
 mod deadline;
 mod gate;
+mod health;
 mod kept;
 mod library;
 mod mig;
@@ -22,6 +23,7 @@ use tranche_api::sharing_policy::Interval;
 use tranche_api::usage::{Memory, Sensors, Utilization};
 use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_driver::health::Report;
 
 use crate::devices::DeviceNodes;
 use crate::root::{DriverRoot, RootError};
@@ -357,6 +359,9 @@ pub trait Nvml: Send + Sync + std::fmt::Debug {
     /// The Xids of these GPUs since the last call, with the GPUs' UUIDs (nvmlEventSetWait_v2). Xids from before the
     /// first call for a GPU are not known.
     fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError>;
+
+    /// What is known of the GPU's health, by nvmlDeviceGetFieldValues.
+    fn health(&self, gpu_uuid: &str) -> Result<Report, NvmlError>;
 
     /// Who uses the GPU, and its sensors.
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError>;

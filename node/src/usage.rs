@@ -7,9 +7,10 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Instant;
 
 use tranche_api::gpu_node::Gpu;
-use tranche_api::usage::{Measure, WHOLE, Xids};
+use tranche_api::usage::{Measure, WHOLE};
 use tranche_driver::usage::{DeviceReading, GpuReading, Owner, PartitionReading, ProcessReading};
 
+use crate::health::XidCounts;
 use crate::nvml::{Driver, GpuUse, ProcessMemory};
 use crate::utilization::{Answer, ByProcess, NvmlUtilization, Utilization};
 
@@ -21,8 +22,8 @@ const WINDOW_NANOS: u64 = 10_000_000_000;
 pub struct Reader {
     nvml: NvmlUtilization,
     windows: BTreeMap<String, Window>,
-    /// The errors of each GPU that was sampled while NVML reported them.
-    xids: BTreeMap<String, Xids>,
+    /// The Xids of each GPU.
+    xids: XidCounts,
 }
 
 /// The recent work of a GPU.
@@ -35,19 +36,19 @@ pub struct Busy {
 }
 
 impl Reader {
-    /// For the NVML of `driver`, which is opened when it is needed.
+    /// For the NVML of `driver`, which is opened when it is needed. `xids` are those of its GPUs.
     #[must_use]
-    pub fn new(driver: Box<dyn Driver>) -> Self {
+    pub fn new(driver: Box<dyn Driver>, xids: XidCounts) -> Self {
         Self {
             nvml: NvmlUtilization::new(driver),
             windows: BTreeMap::new(),
-            xids: BTreeMap::new(),
+            xids,
         }
     }
 
     /// Samples the utilization of some GPUs at `now`, in nanoseconds of any monotonic clock, and forgets all others.
-    /// Returns their work since the last call. `unix` is the Unix time in seconds, for errors.
-    pub fn sample(&mut self, now: u64, unix: u64, gpus: &[&str]) -> BTreeMap<String, Busy> {
+    /// Returns their work since the last call.
+    pub fn sample(&mut self, now: u64, gpus: &[&str]) -> BTreeMap<String, Busy> {
         self.windows.retain(|uuid, _| gpus.contains(&uuid.as_str()));
         let mut busy = BTreeMap::new();
         for uuid in gpus {
@@ -60,20 +61,7 @@ impl Reader {
             let ran = window.add(now, rates.ok(), by_process);
             busy.insert((*uuid).to_owned(), ran);
         }
-        self.count_xids(unix, gpus);
         busy
-    }
-
-    fn count_xids(&mut self, unix: u64, gpus: &[&str]) {
-        let Ok(xids) = self.nvml.open().and_then(|nvml| nvml.xids(gpus)) else {
-            return;
-        };
-        for uuid in gpus {
-            self.xids.entry((*uuid).to_owned()).or_default();
-        }
-        for (uuid, xid) in xids {
-            self.xids.entry(uuid).or_default().add(xid, unix);
-        }
     }
 
     /// Reads a GPU at `now`. `owners` has the owners of its processes; on a GPU that no claim holds all processes are
@@ -93,7 +81,7 @@ impl Reader {
             pci_bus_id: gpu.pci_bus_id.clone(),
             product_name: gpu.product_name.clone(),
             mig_mode: gpu.mig_mode.current,
-            xids: self.xids.get(&gpu.uuid).cloned(),
+            xids: self.xids.of(&gpu.uuid),
             ..GpuReading::default()
         };
         match usage {
@@ -334,7 +322,7 @@ mod tests {
             bytes: Some(1 << 30),
         };
         gpus.run(&known[0].uuid, vec![process(7), process(8)]);
-        let mut reader = Reader::new(Box::new(gpus));
+        let mut reader = Reader::new(Box::new(gpus), XidCounts::default());
         let of_a_claim = Owner::Claims {
             keys: ["key".to_owned()].into(),
             pod_uid: None,
@@ -355,56 +343,11 @@ mod tests {
                 .iter()
                 .all(|it| it.owner == Owner::Foreign)
         );
-        // An error from before the first reading is not known.
-        assert_eq!(reading.xids, None);
+        assert_eq!(reading.xids, None, "its Xids are not watched");
         let gone = Gpu {
             uuid: "GPU-gone".into(),
             ..known[1].clone()
         };
         assert!(reader.read(0, &gone, &owners, true).problem.is_some());
-    }
-
-    #[test]
-    fn errors_are_counted_by_number_also_for_a_lost_gpu() {
-        let root = tempfile::tempdir().unwrap();
-        let gpus = MigGpus::two_h100(root.path());
-        let known = inventory(&gpus.describe().unwrap(), root.path()).gpus;
-        let (first, second) = (known[0].uuid.as_str(), known[1].uuid.as_str());
-        let mut reader = Reader::new(Box::new(gpus.clone()));
-        reader.sample(0, 1_000, &[first, second]);
-        for (uuid, xid) in [(first, 31), (second, 79)] {
-            gpus.err(uuid, xid);
-        }
-        reader.sample(1, 1_001, &[first, second]);
-        for xid in [31, 48] {
-            gpus.err(first, xid);
-        }
-        reader.sample(1, 1_002, &[first, second]);
-        let xids = |reader: &mut Reader, gpu| {
-            let reading = reader.read(2, gpu, &BTreeMap::new(), true);
-            reading.xids.unwrap()
-        };
-        let of_first = xids(&mut reader, &known[0]);
-        assert_eq!(
-            (of_first.last, of_first.counts),
-            (Some(48), [(31, 2), (48, 1)].into())
-        );
-        assert_eq!(of_first.times, [(31, 1_002), (48, 1_002)].into());
-        let of_second = xids(&mut reader, &known[1]);
-        // It has had none since.
-        assert_eq!(
-            (of_second.last, of_second.times),
-            (Some(79), [(79, 1_001)].into())
-        );
-        // The driver no longer answers.
-        let lost = Gpu {
-            uuid: "GPU-lost".into(),
-            ..known[0].clone()
-        };
-        gpus.err(&lost.uuid, 79);
-        reader.sample(3, 1_003, &[&lost.uuid]);
-        let reading = reader.read(4, &lost, &BTreeMap::new(), true);
-        assert!(reading.problem.is_some());
-        assert_eq!(reading.xids.unwrap().last, Some(79));
     }
 }

@@ -286,6 +286,10 @@ mod tests {
             Ok(Vec::new())
         }
 
+        fn health(&self, _: &str) -> Result<tranche_driver::health::Report, NvmlError> {
+            unreachable!("nobody asks")
+        }
+
         fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
             unreachable!("nobody asks")
         }

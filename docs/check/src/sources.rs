@@ -15,11 +15,12 @@ use proc_macro2::{Delimiter, Group, Literal, TokenStream, TokenTree};
 use serde_json::Value;
 
 /// The folders of the product's code. The simulator, the tests and the benchmarks are not among them.
-pub const FOLDERS: [&str; 19] = [
+pub const FOLDERS: [&str; 20] = [
     "api/src",
     "driver/src",
     "controller/src",
     "node/src",
+    "node/gpu-check/src",
     "nvml/src",
     "kubelet-plugin/src",
     "kubelet-plugin/hook/src",

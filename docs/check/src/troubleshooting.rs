@@ -44,6 +44,18 @@ pub const UNSEEN: &[(&str, &str)] = &[
         "the help of metrics, which docs/reference/metrics.md has",
     ),
     (
+        "kubelet-plugin/src/http/faults.rs",
+        "the help of metrics, which docs/reference/metrics.md has",
+    ),
+    (
+        "driver/src/health/xid.rs",
+        "parts of a message of driver/src/health/fault.rs; docs/health.md has them",
+    ),
+    (
+        "node/gpu-check/src/main.rs",
+        "the code of a kernel, and how the program is used",
+    ),
+    (
         "text/plain; version=0.0.4; charset=utf-8",
         "the media type of the metrics",
     ),

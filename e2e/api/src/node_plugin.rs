@@ -50,6 +50,7 @@ pub(crate) async fn run(control_plane: &ControlPlane, pod: &Pod) -> anyhow::Resu
         others: unread(Some(others)),
         unowned: unread(Vec::new()),
         daemons: unread(Vec::new()),
+        health: unread(None),
         registered: unread(Registered {
             count: 1,
             now: true,
@@ -58,13 +59,8 @@ pub(crate) async fn run(control_plane: &ControlPlane, pod: &Pod) -> anyhow::Resu
     };
     let events = Events::new(client.clone(), &node);
     let writer = GpuNodeWriter::new(client, node, events, Clock::system(), Arc::default());
-    writer
-        .run(
-            sources,
-            watch::channel(NodePolicy::default()).0,
-            CancellationToken::new(),
-        )
-        .await;
+    let policy = watch::channel(NodePolicy::default()).0;
+    Box::pin(writer.run(sources, policy, CancellationToken::new())).await;
     bail!("the writer of the GpuNode ended")
 }
 

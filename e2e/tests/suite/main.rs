@@ -12,6 +12,7 @@ mod driver;
 mod eight_gpus;
 mod examples;
 mod exclusive;
+mod health;
 mod idle;
 mod image;
 mod isolation;

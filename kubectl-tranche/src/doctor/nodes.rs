@@ -152,7 +152,14 @@ fn conditions(name: &str, status: &GpuNodeStatus) -> Vec<Finding> {
         );
         finding(CHECK, outcome, message, condition.message.clone())
     });
-    findings.collect()
+    let faults = status.gpus.iter().filter_map(|gpu| {
+        let mut conditions = gpu.conditions.iter();
+        let healthy = conditions.find(|it| it.type_ == tranche_api::conditions::HEALTHY)?;
+        let message = format!("{name}: {} has a fault ({})", gpu.uuid, healthy.reason);
+        let is_faulty = healthy.status == "False";
+        is_faulty.then(|| finding(CHECK, Outcome::Error, message, healthy.message.clone()))
+    });
+    findings.chain(faults).collect()
 }
 
 fn withheld(node: &str, it: &WithheldGpu) -> Finding {

@@ -128,6 +128,15 @@ fn each_problem_is_found_with_its_way_out() {
                 "message": "stop NVIDIA's device plugin on the node", "lastTransitionTime": "2026-11-21T12:00:00Z",
             })));
         }),
+        ("nodes", |it| {
+            let status = it.snapshot.gpu_nodes[0].status.as_mut().unwrap();
+            status.gpus.push(object(serde_json::json!({
+                "uuid": "GPU-a", "conditions": [{
+                    "type": "Healthy", "status": "False", "reason": "Xid79",
+                    "message": "reset it", "lastTransitionTime": "2026-11-21T12:00:00Z",
+                }],
+            })));
+        }),
         ("dropped fields", |it| {
             let mut devices = it
                 .snapshot

@@ -1,5 +1,6 @@
 //! The parts of the plugin, and what they share.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use tracing::error;
 use tranche_api::{WithheldGpu, names};
 use tranche_driver::cdi::Shim;
 use tranche_driver::competing_drivers::Verdict;
+use tranche_node::health::{Watch, XidCounts};
 use tranche_node::nvml::search::InstalledDriver;
 use tranche_node::nvml::{Driver, Gate, Gated, Hangs, OF_SAMPLERS, Patient, Session};
 use tranche_node::processes::containers::Containers;
@@ -29,6 +31,7 @@ use crate::claim::reporter::ClusterReporter;
 use crate::claim::restorer::Restorer;
 use crate::cluster::claims::ClaimReader;
 use crate::cluster::competing_drivers::{CompetingDriverSearch, SocketFolders};
+use crate::cluster::cordon;
 use crate::cluster::events::Events;
 use crate::cluster::gpu_node::{GpuNodeWriter, Sources};
 use crate::cluster::node_policy::NodePolicy;
@@ -38,6 +41,11 @@ use crate::gpu::driver_state::{DriverState, Observer, SpecFile};
 use crate::gpu::gpus::{Gpus, Hardware, OPEN_PATIENCE};
 use crate::gpu::load_pages::LoadPages;
 use crate::gpu::records::GpuRecords;
+use crate::health::Board;
+use crate::health::check::CheckProgram;
+use crate::health::monitor::{Monitor, MonitorParts};
+use crate::health::report::HealthReporter;
+use crate::health::stream::HealthService;
 use crate::host::fs::Fs;
 use crate::host::install::{self, Installation};
 use crate::host::layout::Layout;
@@ -74,6 +82,8 @@ pub(super) struct Node {
     /// The NVML that stays open.
     session: Session,
     gate: Gate,
+    xids: XidCounts,
+    board: Arc<Board>,
     groups: Arc<dyn Groups>,
     pods: Arc<dyn Kubelet>,
     reporter: Arc<dyn Reporter>,
@@ -137,6 +147,8 @@ impl Node {
             hangs,
             installed,
             gate: Gate::default(),
+            xids: XidCounts::default(),
+            board: Arc::default(),
             groups: Arc::new(Vfio::new(&args.sysfs, dev, &args.proc)),
             pods: Arc::new(PodResources::new(args.pod_resources_socket.clone())),
             reporter: Arc::new(ClusterReporter {
@@ -259,7 +271,8 @@ impl Node {
             last_findings: Arc::clone(&self.last_findings),
             kubelet: Arc::clone(&self.pods),
         };
-        Arc::new(Usage::new(parts, Reader::new(self.kept_nvml())))
+        let reader = Reader::new(self.kept_nvml(), self.xids.clone());
+        Arc::new(Usage::new(parts, reader))
     }
 
     /// Serves health, metrics and usage.
@@ -285,6 +298,7 @@ impl Node {
             ledger: Arc::clone(&claims.ledger),
             layout: self.layout.clone(),
             last_findings: Arc::clone(&self.last_findings),
+            health: Arc::clone(&self.board),
             usage: Arc::clone(usage),
             gpu_sensors: self.args.gpu_sensors,
         };
@@ -378,6 +392,7 @@ impl Node {
             others: self.others.clone(),
             unowned,
             daemons,
+            health: self.board.subscribe(),
             registered: self.registered.clone(),
             refused: claims.ledger.watch_refused(),
         }
@@ -408,6 +423,51 @@ impl Node {
         );
         helpers.spawn(search.run(self.driver.clone(), others, stop.clone()));
         helpers.spawn(gpu_node.run(sources, policy, stop.clone()));
+    }
+
+    /// Starts what watches the GPUs' health and reports faults.
+    pub fn watch_health(
+        &self,
+        claims: &Claims,
+        helpers: &mut JoinSet<()>,
+        stop: &CancellationToken,
+    ) {
+        let (cordoned_tx, cordoned) = watch::channel(false);
+        let parts = MonitorParts {
+            fs: Arc::clone(&self.fs),
+            faults: self.layout.faults(),
+            boot: self.args.proc.join("sys/kernel/random/boot_id"),
+            ledger: Arc::clone(&claims.ledger),
+            state: self.driver.clone(),
+            policy: self.policy.clone(),
+            cordoned,
+            check: Arc::new(CheckProgram {
+                program: self.args.gpu_check.clone(),
+                driver: self.installed.clone(),
+            }),
+            board: Arc::clone(&self.board),
+        };
+        let watch = Watch::new(self.kept_nvml(), self.xids.clone());
+        let reporter = HealthReporter {
+            ledger: Arc::clone(&claims.ledger),
+            board: Arc::clone(&self.board),
+            events: self.events(),
+            clock: Clock::system(),
+            told: BTreeMap::new(),
+        };
+        let (client, node) = (self.client.clone(), self.args.node_name.clone());
+        helpers.spawn(cordon::watch(client, node, cordoned_tx, stop.clone()));
+        helpers.spawn(Monitor::new(parts, watch).run(stop.clone()));
+        helpers.spawn(reporter.run(self.client.clone(), stop.clone()));
+    }
+
+    /// The service by which the kubelet learns of the GPUs' health.
+    pub fn health_service(&self, claims: &Claims, stop: &CancellationToken) -> HealthService {
+        HealthService {
+            ledger: Arc::clone(&claims.ledger),
+            board: Arc::clone(&self.board),
+            stop: stop.clone(),
+        }
     }
 
     /// Starts the search for claims that the kubelet does not release, and for files of held claims that were deleted.

@@ -4,6 +4,7 @@ use std::fmt;
 
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::resource::v1::ResourceClaim;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource};
 use tracing::warn;
@@ -100,6 +101,37 @@ impl Events {
             secondary: None,
         };
         self.publish(event, vec![regarding]);
+    }
+
+    /// Publishes on a pod that a GPU of it has a fault. Returns at once.
+    pub fn gpu_unhealthy(&self, pod: ObjectReference, note: &str) {
+        let event = Event {
+            type_: EventType::Warning,
+            reason: "GpuUnhealthy".to_owned(),
+            note: Some(shortened(note).to_owned()),
+            action: "WatchGpus".to_owned(),
+            secondary: None,
+        };
+        self.publish(event, vec![pod]);
+    }
+
+    /// Publishes on the node's GpuNode that a GPU has a fault, or no fault any more. Returns at once.
+    pub fn gpu_health(&self, node: &GpuNode, gpu: &str, healthy: &Condition) {
+        let (type_, reason) = if healthy.status == "False" {
+            (EventType::Warning, "GpuUnhealthy")
+        } else {
+            (EventType::Normal, "GpuHealthy")
+        };
+        let text = format!("{gpu}: {}", healthy.message);
+        let event = Event {
+            type_,
+            reason: reason.to_owned(),
+            note: Some(shortened(&text).to_owned()),
+            // Events that differ only in their notes are merged.
+            action: healthy.reason.clone(),
+            secondary: None,
+        };
+        self.publish(event, vec![node.object_ref(&())]);
     }
 
     fn publish(&self, event: Event, regarding: Vec<ObjectReference>) {

@@ -19,18 +19,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::StreamExt;
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde_json::json;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
-use tranche_api::conditions::{CLAIMS_KNOWN, DRIVER_READY, State};
-use tranche_api::gpu_node::{Inventory, Published, Registration};
+use tranche_api::conditions::{CLAIMS_KNOWN, DRIVER_READY, HEALTHY, State, condition};
+use tranche_api::gpu_node::{GpuStatus, GpuTaint, Inventory, Published, Registration};
 use tranche_api::names::API_VERSION;
 use tranche_api::{GpuNode, GpuNodeStatus, WithheldGpu};
-use tranche_driver::competing_drivers::Verdict;
+use tranche_driver::competing_drivers::Verdict as Providers;
+use tranche_driver::health::{Verdict, Verdicts};
 use tranche_serving::Clock;
 
 use self::own::OwnEvent;
@@ -69,11 +72,13 @@ enum Error {
 pub struct Sources {
     pub driver: watch::Receiver<DriverState>,
     /// Other systems that hand out the GPUs; `None` until the first search.
-    pub others: watch::Receiver<Option<Verdict>>,
+    pub others: watch::Receiver<Option<Providers>>,
     /// GPUs that are withheld because memory of them has no owner.
     pub unowned: watch::Receiver<Vec<WithheldGpu>>,
     /// GPUs whose MPS daemon does not answer.
     pub daemons: watch::Receiver<Vec<WithheldGpu>>,
+    /// The verdicts on the GPUs' health; `None` before the first.
+    pub health: watch::Receiver<Option<Arc<Verdicts>>>,
     pub registered: watch::Receiver<Registered>,
     /// The claims whose journals cannot be read.
     pub refused: watch::Receiver<Refused>,
@@ -102,11 +107,13 @@ struct Wanted {
     /// The driver; `None` until it was checked, and nothing is written before.
     driver: Option<DriverReport>,
     /// Other systems that hand out the GPUs; `None` until the first search, and nothing is written before.
-    others: Option<Verdict>,
+    others: Option<Providers>,
     /// GPUs with memory that has no owner.
     unowned: Vec<WithheldGpu>,
     /// GPUs whose MPS daemon does not answer.
     daemons: Vec<WithheldGpu>,
+    /// The verdicts on the GPUs' health. Before the first, what is stored stays.
+    health: Option<Arc<Verdicts>>,
     /// Whether the epoch must grow.
     bump: bool,
     /// The claims whose journals cannot be read.
@@ -133,6 +140,67 @@ fn claims_known(refused: &Refused) -> State {
         },
         message,
     }
+}
+
+/// The next value of a source; `None` if there will be none.
+async fn newest<T: Clone>(source: &mut watch::Receiver<T>) -> Option<T> {
+    source.changed().await.ok()?;
+    Some(source.borrow_and_update().clone())
+}
+
+/// What is written of each GPU's health.
+fn gpu_statuses(verdicts: &Verdicts, stored: &[GpuStatus], now: Timestamp) -> Vec<GpuStatus> {
+    let status = |(uuid, verdict): (&String, &Verdict)| {
+        let known = stored.iter().find(|status| status.uuid == *uuid);
+        let known = known.map_or(&[][..], |status| &status.conditions);
+        let (status, reason) = (verdict.status.as_str(), &verdict.reason);
+        let time = |seconds| Time(Timestamp::from_second(seconds).unwrap_or(now));
+        GpuStatus {
+            uuid: uuid.clone(),
+            conditions: vec![condition(
+                HEALTHY,
+                status,
+                reason,
+                &verdict.message,
+                known,
+                now,
+            )],
+            taint: verdict.taint.as_ref().map(|taint| GpuTaint {
+                value: taint.value.clone(),
+                effect: taint.effect,
+                time_added: time(taint.since),
+            }),
+        }
+    };
+    verdicts.iter().map(status).collect()
+}
+
+fn count_unhealthy(gpus: &[GpuStatus]) -> u32 {
+    let unhealthy = gpus
+        .iter()
+        .filter(|gpu| healthy(gpu).is_some_and(|it| it.status == "False"));
+    u32::try_from(unhealthy.count()).unwrap_or(u32::MAX)
+}
+
+fn healthy(gpu: &GpuStatus) -> Option<&Condition> {
+    gpu.conditions.iter().find(|it| it.type_ == HEALTHY)
+}
+
+/// The GPUs that have a fault now and had none, or another one; and those that had one and have none.
+fn news_of_health<'a>(old: &[GpuStatus], new: &'a [GpuStatus]) -> Vec<(&'a str, &'a Condition)> {
+    let of_old = |uuid: &str| old.iter().find(|gpu| gpu.uuid == uuid).and_then(healthy);
+    let news = new.iter().filter_map(|gpu| {
+        let now = healthy(gpu)?;
+        let before = of_old(&gpu.uuid);
+        let had_fault = before.is_some_and(|before| before.status == "False");
+        let is_news = match &*now.status {
+            "False" => !had_fault || before.is_some_and(|before| before.reason != now.reason),
+            "True" => had_fault,
+            _ => false,
+        };
+        is_news.then_some((&*gpu.uuid, now))
+    });
+    news.collect()
 }
 
 /// The driver as the cluster sees it.
@@ -212,6 +280,7 @@ impl GpuNodeWriter {
             mut others,
             mut unowned,
             mut daemons,
+            mut health,
             mut registered,
             mut refused,
         } = sources;
@@ -223,6 +292,7 @@ impl GpuNodeWriter {
             others: others.borrow_and_update().clone(),
             unowned: unowned.borrow_and_update().clone(),
             daemons: daemons.borrow_and_update().clone(),
+            health: health.borrow_and_update().clone(),
             ..Wanted::default()
         };
         let mut epoch = 0;
@@ -246,22 +316,11 @@ impl GpuNodeWriter {
                     wanted.driver = DriverReport::of(&driver.borrow_and_update());
                     dirty = true;
                 }
-                Ok(()) = refused.changed() => {
-                    wanted.refused = refused.borrow_and_update().clone();
-                    dirty = true;
-                }
-                Ok(()) = others.changed() => {
-                    wanted.others.clone_from(&others.borrow_and_update());
-                    dirty = true;
-                }
-                Ok(()) = unowned.changed() => {
-                    wanted.unowned.clone_from(&unowned.borrow_and_update());
-                    dirty = true;
-                }
-                Ok(()) = daemons.changed() => {
-                    wanted.daemons.clone_from(&daemons.borrow_and_update());
-                    dirty = true;
-                }
+                Some(new) = newest(&mut refused) => (wanted.refused, dirty) = (new, true),
+                Some(new) = newest(&mut others) => (wanted.others, dirty) = (new, true),
+                Some(new) = newest(&mut unowned) => (wanted.unowned, dirty) = (new, true),
+                Some(new) = newest(&mut daemons) => (wanted.daemons, dirty) = (new, true),
+                Some(new) = newest(&mut health) => (wanted.health, dirty) = (new, true),
                 Ok(()) = registered.changed() => {
                     if registered.borrow_and_update().now {
                         self.metrics.registrations.inc();
@@ -351,7 +410,12 @@ impl GpuNodeWriter {
             &wanted.daemons,
         ]
         .concat();
+        let gpus = match &wanted.health {
+            None => old.gpus.clone(),
+            Some(verdicts) => gpu_statuses(verdicts, &old.gpus, now),
+        };
         if old.registration.as_ref() == Some(&registration)
+            && old.gpus == gpus
             && old.inventory == driver.inventory
             && old.withheld == withheld
             && old.conditions.contains(&sole)
@@ -365,6 +429,8 @@ impl GpuNodeWriter {
             inventory: driver.inventory.clone(),
             registration: Some(registration),
             withheld,
+            unhealthy_count: count_unhealthy(&gpus),
+            gpus,
             conditions: vec![ready, claims, sole],
             ..GpuNodeStatus::default()
         };
@@ -384,6 +450,9 @@ impl GpuNodeWriter {
         );
         if is_news {
             self.events.driver(&node, &driver.ready);
+        }
+        for (uuid, condition) in news_of_health(&old.gpus, &status.gpus) {
+            self.events.gpu_health(&node, uuid, condition);
         }
         Ok(epoch)
     }

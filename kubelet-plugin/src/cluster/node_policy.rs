@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use tranche_api::gpu_node::{Published, PublishedCapped, PublishedGpu};
 use tranche_api::sharing_policy::{Interval, LOW_PRIORITY_FLOOR, UNACCOUNTED};
 use tranche_driver::cdi::Capability;
+use tranche_driver::health::HealthTerms;
 use tranche_driver::policy::LEAST_UNACCOUNTED;
 
 /// What the policies ask of this node. Nothing is known before the controller has published anything and the plugin has
@@ -63,6 +64,14 @@ impl NodePolicy {
     pub fn low_priority_floor(&self, gpu_uuid: &str) -> u32 {
         let floor = self.capped(gpu_uuid).low_priority_floor;
         floor.unwrap_or(LOW_PRIORITY_FLOOR)
+    }
+
+    /// What the policies say about faults of a GPU.
+    #[must_use]
+    pub fn health(&self, gpu_uuid: &str) -> HealthTerms {
+        let gpu = self.gpus.get(gpu_uuid);
+        gpu.map(|gpu| HealthTerms::of(&gpu.health))
+            .unwrap_or_default()
     }
 
     /// The length of time slices that is asked for timeshared shares of a GPU.

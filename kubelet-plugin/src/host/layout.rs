@@ -91,6 +91,12 @@ impl Layout {
         self.plugin.join("contexts.json")
     }
 
+    /// The faults of the GPUs.
+    #[must_use]
+    pub fn faults(&self) -> PathBuf {
+        self.plugin.join("faults.json")
+    }
+
     /// The GPUs that the watchdog watches. The file lies beside the pages, on a file system that a boot empties, because a
     /// boot frees the memory of all GPUs.
     #[must_use]

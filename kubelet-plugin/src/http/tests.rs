@@ -4,13 +4,14 @@ mod usage;
 
 use std::fmt::Write as _;
 
+use tranche_driver::health::{Status, Verdict, Verdicts};
 use tranche_node::nvml::Hang;
 use tranche_node::watchdog::compare::Findings;
 use tranche_shim_core::layout;
 
 use tranche_api::usage::NodeUsage;
 
-use super::exposition;
+use super::{Known, exposition};
 use crate::metrics::{Method, Metrics};
 use crate::share::last_findings::{LastFindings, Watched};
 use crate::testing::{Plugin, World, capped, claim, claim_ref, whole};
@@ -26,8 +27,10 @@ fn encoded(metrics: &Metrics, world: &World, plugin: &Plugin) -> String {
         &world.layout,
         &LastFindings::default(),
         &usage,
-        None,
-        true,
+        &Known {
+            sensors: true,
+            ..Known::default()
+        },
     )
 }
 
@@ -178,15 +181,27 @@ async fn the_reference_lists_every_metric() {
     };
     let uuid = record.plan.devices[0].gpu_uuid.clone();
     last_findings.set(0, [(uuid, Watched::Yes(found))].into(), false);
+    let lost = Verdict {
+        status: Status::Unhealthy,
+        reason: "GpuLost".into(),
+        message: String::new(),
+        taint: None,
+    };
+    let verdicts = Verdicts::from([("GPU-lost".to_owned(), lost)]);
     let text = exposition(
         &metrics,
         ledger,
         &world.layout,
         &last_findings,
         &usage,
-        Some(inventory),
-        true,
+        &Known {
+            inventory: Some(inventory),
+            verdicts: Some(&verdicts),
+            sensors: true,
+        },
     );
+    let faulty = "tranche_gpu_healthy{gpu_uuid=\"GPU-lost\",reason=\"GpuLost\"} 0";
+    assert!(text.contains(faulty), "{text}");
     let table = table(&text);
     assert!(
         REFERENCE.contains(&table),

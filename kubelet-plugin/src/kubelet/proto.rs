@@ -15,3 +15,15 @@ pub mod dra {
 pub mod podresources {
     tonic::include_proto!("v1");
 }
+
+/// The health of devices.
+pub mod dra_health {
+    /// Kubernetes 1.37 and later.
+    pub mod v1 {
+        include!(concat!(env!("OUT_DIR"), "/dra-health/v1.rs"));
+    }
+    /// Kubernetes 1.36 and earlier.
+    pub mod v1alpha1 {
+        include!(concat!(env!("OUT_DIR"), "/dra-health/v1alpha1.rs"));
+    }
+}

@@ -10,6 +10,13 @@ use crate::kubelet::proto::pluginregistration::{
     InfoRequest, PluginInfo, RegistrationStatus, RegistrationStatusResponse,
 };
 
+/// The gRPC services on the DRA socket. The kubelet takes the first of each kind that it knows.
+const SERVICES: [&str; 3] = [
+    "v1.DRAPlugin",
+    "v1.DRAResourceHealth",
+    "v1alpha1.DRAResourceHealth",
+];
+
 /// The state of the registration.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Registered {
@@ -44,7 +51,7 @@ impl Registration for RegistrationService {
             r#type: "DRAPlugin".to_owned(),
             name: DRIVER.to_owned(),
             endpoint: self.endpoint.clone(),
-            supported_versions: vec!["v1.DRAPlugin".to_owned()],
+            supported_versions: SERVICES.map(str::to_owned).into(),
         }))
     }
 

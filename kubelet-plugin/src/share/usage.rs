@@ -129,7 +129,7 @@ impl Usage {
         }
         let now = sampler::now();
         let gpus: Vec<&str> = ready.inventory.gpus.iter().map(|gpu| &*gpu.uuid).collect();
-        let busy = state.reader.sample(now, unix().as_secs(), &gpus);
+        let busy = state.reader.sample(now, &gpus);
         state.seen.add(
             now,
             &busy,

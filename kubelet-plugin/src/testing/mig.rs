@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_driver::health::Report;
 use tranche_node::nvml::{
     ChangeError, Description, Driver, GpuUse, Nvml, NvmlError, Opened, ProcessMemory,
     ProcessSample, Traces,
@@ -106,6 +107,10 @@ impl Nvml for MortalDriver {
 
     fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
         self.gpus.xids(gpus)
+    }
+
+    fn health(&self, gpu_uuid: &str) -> Result<Report, NvmlError> {
+        self.gpus.health(gpu_uuid)
     }
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {

@@ -14,6 +14,7 @@ use tranche_api::gpu_node::MigMode;
 use tranche_api::sharing_policy::Interval;
 use tranche_api::vgpu::VgpuRole;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_driver::health::Report;
 use tranche_nvml::gpm::Gpm;
 use tranche_nvml::nvlink::NvLinks;
 use tranche_nvml::xids::Xids;
@@ -22,7 +23,7 @@ use super::call::call;
 use super::time_slice::NvidiaSmi;
 use super::{
     BrokenGpu, ChangeError, Description, GpuDescription, GpuUse, Nvml, NvmlError, Outline,
-    PartitionUse, ProcessMemory, ProcessSample, mig, usage,
+    PartitionUse, ProcessMemory, ProcessSample, health, mig, usage,
 };
 
 /// NVML_DEVICE_MIG_ENABLE.
@@ -175,6 +176,10 @@ impl Nvml for Library {
 
     fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
         call("nvmlEventSetWait_v2", "", self.xids.read(gpus))
+    }
+
+    fn health(&self, gpu_uuid: &str) -> Result<Report, NvmlError> {
+        health::read(&self.device(gpu_uuid)?, gpu_uuid)
     }
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {

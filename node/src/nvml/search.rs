@@ -10,9 +10,10 @@ use crate::layouts::{LIBRARY_FOLDERS, PROGRAM_FOLDERS, ROOTS};
 use crate::root::{DriverRoot, Kind, RootError};
 
 const SONAME: &str = "libnvidia-ml.so.1";
+const CUDA: &str = "libcuda.so.1";
 const SMI: &str = "nvidia-smi";
 /// Libraries that change with the driver.
-const LIBRARIES: [&str; 2] = [SONAME, "libcuda.so.1"];
+const LIBRARIES: [&str; 2] = [SONAME, CUDA];
 /// What a loaded kernel driver shows: its version, and a folder per GPU.
 pub(super) const VERSION: &str = "/proc/driver/nvidia/version";
 const GPUS: &str = "/proc/driver/nvidia/gpus";
@@ -53,6 +54,26 @@ impl InstalledDriver {
             dev: Some(dev.to_owned()),
             ..self
         }
+    }
+
+    /// The path of libcuda as this process sees it, in the first driver root that has NVML too.
+    pub fn cuda(&self) -> Result<PathBuf, NvmlError> {
+        let host = DriverRoot::open(&self.host)?;
+        for root in &self.roots {
+            let Some(root) = DriverRoot::of_host(&host, root)? else {
+                continue;
+            };
+            if find(&root, &LIBRARY_FOLDERS, SONAME)?.is_none() {
+                continue;
+            }
+            if let Some(cuda) = find(&root, &LIBRARY_FOLDERS, CUDA)? {
+                return Ok(root.here(&cuda));
+            }
+        }
+        Err(NvmlError::Root(format!(
+            "found no {CUDA} beside {SONAME} in {}",
+            LIBRARY_FOLDERS.join(", ")
+        )))
     }
 
     fn open_in(&self, host: &DriverRoot, root: DriverRoot) -> Result<Option<Opened>, NvmlError> {

@@ -3,10 +3,11 @@
 //! ```text
 //!  compute shares, every 0.1 s ─┐             ┌─► a GPU's thread ──┐
 //!  watchdog, every second ──────┼─► session ──┼─► a GPU's thread ──┼─► NVML
-//!  usage, every second ─────────┘             └─► one for the rest ┘
+//!  usage, every second ─────────┤             └─► one for the rest ┘
+//!  health, every second ────────┘
 //! ```
 //!
-//! It is open while at least one part has it open. A GPU's calls come one after another, in the order of the callers.
+//! It is open while at least one part has it open: health keeps it, because Xids are reported only while it is. A GPU's calls come one after another, in the order of the callers.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -14,6 +15,7 @@ use std::time::Duration;
 
 use tranche_api::sharing_policy::Interval;
 use tranche_driver::gpu_state::{Actual, Change, ComputeMode};
+use tranche_driver::health::Report;
 
 use super::deadline::{Call, Hangs, Pending, Threads};
 use super::{
@@ -299,6 +301,13 @@ impl Nvml for Lease {
         let gpus: Vec<String> = gpus.iter().map(|gpu| (*gpu).to_owned()).collect();
         self.read(EVENTS, "nvmlEventSetWait_v2", move |nvml| {
             nvml.xids(&gpus.iter().map(String::as_str).collect::<Vec<_>>())
+        })?
+    }
+
+    fn health(&self, gpu_uuid: &str) -> Result<Report, NvmlError> {
+        let gpu = gpu_uuid.to_owned();
+        self.read(gpu_uuid, "nvmlDeviceGetFieldValues", move |nvml| {
+            nvml.health(&gpu)
         })?
     }
 

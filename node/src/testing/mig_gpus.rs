@@ -10,6 +10,7 @@ use tranche_api::mig::{MigGeometry, MigInstance};
 use tranche_api::sharing_policy::Interval;
 use tranche_api::usage::{Measure, Memory, Sensors};
 use tranche_driver::gpu_state::{Actual, Change, ComputeInstance, ComputeMode, Instance};
+use tranche_driver::health::Report;
 use tranche_driver::mig::{Geometry, Placement, Slices, tables};
 
 use crate::devices::DeviceNodes;
@@ -55,6 +56,10 @@ struct Machine {
     waiting: u32,
     /// Errors that were not read yet.
     xids: Vec<(String, u64)>,
+    /// What is reported about GPUs' health; nothing bad about all others.
+    reports: BTreeMap<String, Report>,
+    /// Lost GPUs.
+    lost: BTreeSet<String>,
 }
 
 #[derive(Debug)]
@@ -124,6 +129,8 @@ impl MigGpus {
                 hanging: BTreeSet::new(),
                 waiting: 0,
                 xids: Vec::new(),
+                reports: BTreeMap::new(),
+                lost: BTreeSet::new(),
             })),
             released: Arc::default(),
         }
@@ -222,6 +229,21 @@ impl MigGpus {
     /// A GPU has an error.
     pub fn err(&self, uuid: &str, xid: u64) {
         self.lock().xids.push((uuid.to_owned(), xid));
+    }
+
+    /// What is reported about a GPU's health from now on.
+    pub fn report(&self, uuid: &str, report: Report) {
+        self.lock().reports.insert(uuid.to_owned(), report);
+    }
+
+    /// A GPU falls off the bus ([`Nvml::health`] alone notices), or is back.
+    pub fn lose(&self, uuid: &str, is_lost: bool) {
+        let mut machine = self.lock();
+        if is_lost {
+            machine.lost.insert(uuid.to_owned());
+        } else {
+            machine.lost.remove(uuid);
+        }
     }
 
     /// Boots the machine: no instances, and no MIG mode, as on Hopper and later.
@@ -481,6 +503,19 @@ impl Nvml for MigGpus {
     fn xids(&self, gpus: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
         let of_gpus = |(uuid, _): &mut (String, u64)| gpus.contains(&uuid.as_str());
         Ok(self.lock().xids.extract_if(.., of_gpus).collect())
+    }
+
+    fn health(&self, gpu_uuid: &str) -> Result<Report, NvmlError> {
+        let machine = self.lock();
+        if machine.lost.contains(gpu_uuid) {
+            return Err(NvmlError::GpuLost {
+                call: "nvmlDeviceGetHandleByUUID",
+                object: gpu_uuid.to_owned(),
+            });
+        }
+        let known = machine.gpus.contains_key(gpu_uuid);
+        let report = machine.reports.get(gpu_uuid).copied().unwrap_or_default();
+        known.then_some(report).ok_or_else(|| unknown(gpu_uuid))
     }
 
     fn usage(&self, gpu_uuid: &str) -> Result<GpuUse, NvmlError> {

@@ -4,7 +4,9 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
-use tranche_driver::competing_drivers::{Kubelet, Observations, PluginDevice, verdict};
+use tranche_driver::competing_drivers::{
+    Kubelet, Observations, PluginDevice, Verdict as Providers, verdict,
+};
 
 use super::*;
 use crate::gpu::driver_state::DriverError;
@@ -19,7 +21,7 @@ const EVENTS: &str = "/apis/events.k8s.io/v1/namespaces/default/events";
 const HOUR: Duration = Duration::from_hours(1);
 
 /// Nobody else hands out GPUs.
-fn no_others() -> Verdict {
+fn no_others() -> Providers {
     verdict(&Inventory::default(), &Observations::default())
 }
 
@@ -27,9 +29,10 @@ struct Running {
     world: World,
     refused: watch::Sender<Refused>,
     driver: watch::Sender<DriverState>,
-    others: watch::Sender<Option<Verdict>>,
+    others: watch::Sender<Option<Providers>>,
     unowned: watch::Sender<Vec<WithheldGpu>>,
     daemons: watch::Sender<Vec<WithheldGpu>>,
+    health: watch::Sender<Option<Arc<Verdicts>>>,
     registered: watch::Sender<Registered>,
     policy: watch::Receiver<NodePolicy>,
     stop: CancellationToken,
@@ -64,7 +67,9 @@ impl Running {
         let (refused, refused_rx) = watch::channel(Refused::default());
         let (unowned, unowned_rx) = watch::channel(Vec::new());
         let (daemons, daemons_rx) = watch::channel(Vec::new());
+        let (health, health_rx) = watch::channel(None);
         let sources = Sources {
+            health: health_rx,
             driver: driver_rx,
             others: others_rx,
             unowned: unowned_rx,
@@ -80,6 +85,7 @@ impl Running {
             others,
             unowned,
             daemons,
+            health,
             registered,
             policy,
             stop,
@@ -430,7 +436,7 @@ async fn a_journal_that_cannot_be_read_shows_until_it_can() {
 }
 
 /// A device plugin offers the GPU at this place of the inventory.
-fn plugin_offers(world: &World, gpu: usize) -> Verdict {
+fn plugin_offers(world: &World, gpu: usize) -> Providers {
     let inventory = &world.ready.inventory;
     let offered = vec![PluginDevice {
         resource: "nvidia.com/gpu".into(),
@@ -529,4 +535,80 @@ async fn nothing_is_written_before_competing_drivers_were_searched() {
     running.others.send_replace(Some(no_others()));
     running.until_epoch(1).await;
     running.end().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fault_is_written_with_its_time_and_survives_the_plugin() {
+    use tranche_api::gpu_node::TaintEffect;
+    use tranche_driver::health::{Status, Taint};
+
+    let verdict = |status, reason: &str, taint| Verdict {
+        status,
+        reason: reason.to_owned(),
+        message: format!("{reason}: what to do"),
+        taint,
+    };
+    let taint = |effect| Taint {
+        value: "Xid79".to_owned(),
+        effect,
+        since: 1_000,
+    };
+    let running = Running::start();
+    running.driver_comes();
+    running.kubelet_registers();
+    running.until_epoch(1).await;
+    let board = |running: &Running, verdict| {
+        let verdicts = Verdicts::from([("GPU-a".to_owned(), verdict)]);
+        running.health.send_replace(Some(Arc::new(verdicts)));
+    };
+    board(&running, verdict(Status::Healthy, "NoFault", None));
+    let healthy = |node: &Value| node["status"]["gpus"][0]["conditions"][0]["status"] == "True";
+    running.until("a healthy GPU", healthy).await;
+    let sick = verdict(
+        Status::Unhealthy,
+        "Xid79",
+        Some(taint(TaintEffect::NoSchedule)),
+    );
+    board(&running, sick);
+    let is_sick = |node: &Value| node["status"]["unhealthyCount"] == 1;
+    let node = running.until("a GPU with a fault", is_sick).await;
+    let gpu = &node["status"]["gpus"][0];
+    assert_eq!(gpu["conditions"][0]["reason"], "Xid79");
+    assert_eq!(
+        gpu["taint"],
+        json!({"value": "Xid79", "effect": "NoSchedule", "timeAdded": "1970-01-01T00:16:40Z"})
+    );
+    let changed = gpu["conditions"][0]["lastTransitionTime"].clone();
+    // A new process writes before it has looked at the GPUs.
+    let running = Running::start_in(running.end().await);
+    running.driver_comes();
+    running.kubelet_registers();
+    let node = running.until_epoch(2).await;
+    assert_eq!(node["status"]["gpus"][0]["taint"]["value"], "Xid79");
+    let executes = verdict(
+        Status::Unhealthy,
+        "Xid79",
+        Some(taint(TaintEffect::NoExecute)),
+    );
+    board(&running, executes);
+    let is_executed = |node: &Value| node["status"]["gpus"][0]["taint"]["effect"] == "NoExecute";
+    let node = running.until("NoExecute", is_executed).await;
+    let condition = &node["status"]["gpus"][0]["conditions"][0];
+    assert_eq!(
+        condition["lastTransitionTime"], changed,
+        "the status is the same"
+    );
+    board(&running, verdict(Status::Healthy, "NoFault", None));
+    let node = running.until("a healthy GPU", healthy).await;
+    assert_eq!(node["status"]["gpus"][0]["taint"], Value::Null);
+    let world = running.end().await;
+    let reasons: Vec<Value> = world
+        .api
+        .requests()
+        .into_iter()
+        .filter(|(method, path, _)| method == "POST" && path == EVENTS)
+        .map(|(_, _, event)| event["reason"].clone())
+        .filter(|reason| reason.as_str().is_some_and(|it| it.starts_with("Gpu")))
+        .collect();
+    assert_eq!(reasons, ["GpuUnhealthy", "GpuHealthy"]);
 }

@@ -79,6 +79,10 @@ impl Nvml for ScriptedNvml {
         Ok(Vec::new())
     }
 
+    fn health(&self, _: &str) -> Result<tranche_driver::health::Report, NvmlError> {
+        unreachable!("nobody asks")
+    }
+
     fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
         Err(absent())
     }

@@ -8,7 +8,7 @@ use tranche_api::usage::{
     Sensors, ShareMemory, ShareUsage, Utilization, Xids, Zombie,
 };
 
-use super::super::exposition;
+use super::super::{Known, exposition};
 use crate::metrics::Metrics;
 use crate::share::last_findings::LastFindings;
 use crate::testing::World;
@@ -185,8 +185,10 @@ fn encoded(usage: &NodeUsage) -> String {
         &world.layout,
         &LastFindings::default(),
         usage,
-        None,
-        true,
+        &Known {
+            sensors: true,
+            ..Known::default()
+        },
     )
 }
 
@@ -340,8 +342,10 @@ async fn where_dcgm_exporter_runs_its_sensors_can_be_left_out() {
             layout,
             &findings,
             &everything(),
-            None,
-            gpu_sensors,
+            &Known {
+                sensors: gpu_sensors,
+                ..Known::default()
+            },
         );
         let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         types

@@ -2,6 +2,7 @@
 
 use tranche_api::usage::{GpuUsage, Peak, ShareUsage};
 use tranche_driver::usage::Owner;
+use tranche_node::health::XidCounts;
 use tranche_node::nvml::ProcessMemory;
 
 use super::*;
@@ -19,7 +20,8 @@ fn usage_of(world: &World, plugin: &Plugin, kubelet: &KubeletList) -> Arc<Usage>
         last_findings: Arc::clone(&plugin.last_findings),
         kubelet: Arc::new(kubelet.clone()),
     };
-    Arc::new(Usage::new(parts, Reader::new(Box::new(world.driver()))))
+    let reader = Reader::new(Box::new(world.driver()), XidCounts::default());
+    Arc::new(Usage::new(parts, reader))
 }
 
 /// A GPU now, whatever was read before.

@@ -21,7 +21,7 @@ use tranche_node::root::DriverRoot;
 use tranche_shim_core::layout;
 
 use super::*;
-use crate::http::exposition;
+use crate::http::{Known, exposition};
 use crate::testing::{
     Given, NODE, Plugin, World, capped, capped_on, claim, claim_ref, oversubscribed, partition,
     whole,
@@ -62,6 +62,10 @@ impl Nvml for Gpus {
 
     fn xids(&self, _: &[&str]) -> Result<Vec<(String, u64)>, NvmlError> {
         Ok(Vec::new())
+    }
+
+    fn health(&self, _: &str) -> Result<tranche_driver::health::Report, NvmlError> {
+        unreachable!("nobody asks")
     }
 
     fn usage(&self, _: &str) -> Result<GpuUse, NvmlError> {
@@ -264,8 +268,10 @@ impl Node {
             &self.world.layout,
             &self.plugin.last_findings,
             &NodeUsage::default(),
-            None,
-            true,
+            &Known {
+                sensors: true,
+                ..Known::default()
+            },
         );
         let of_name = |line: &&str| {
             line.starts_with(&format!("{name}{{")) || line.starts_with(&format!("{name} "))
@@ -506,8 +512,10 @@ async fn what_cannot_be_watched_is_reported_and_is_not_zero() {
         &node.world.layout,
         &node.plugin.last_findings,
         &NodeUsage::default(),
-        None,
-        true,
+        &Known {
+            sensors: true,
+            ..Known::default()
+        },
     );
     assert!(!text.contains("tranche_share_bypass_bytes{"), "{text}");
     // Nor in a PID namespace that is not the host's.
