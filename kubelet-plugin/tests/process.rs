@@ -291,7 +291,14 @@ async fn the_kubelet_registers_it_and_every_claim_is_answered() {
     assert_eq!(info.r#type, "DRAPlugin");
     assert_eq!(info.name, "gpu.tranche.dev");
     assert_eq!(Path::new(&info.endpoint), node.at("plugin/dra.sock"));
-    assert_eq!(info.supported_versions, ["v1.DRAPlugin"]);
+    assert_eq!(
+        info.supported_versions,
+        [
+            "v1.DRAPlugin",
+            "v1.DRAResourceHealth",
+            "v1alpha1.DRAResourceHealth"
+        ]
+    );
 
     let (code, why) = node.get("/readyz").await;
     assert_eq!(code, 503, "{why}");

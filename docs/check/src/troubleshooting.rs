@@ -44,10 +44,6 @@ pub const UNSEEN: &[(&str, &str)] = &[
         "the help of metrics, which docs/reference/metrics.md has",
     ),
     (
-        "kubelet-plugin/src/http/faults.rs",
-        "the help of metrics, which docs/reference/metrics.md has",
-    ),
-    (
         "driver/src/health/xid.rs",
         "parts of a message of driver/src/health/fault.rs; docs/health.md has them",
     ),

@@ -109,7 +109,7 @@ impl Events {
             type_: EventType::Warning,
             reason: "GpuUnhealthy".to_owned(),
             note: Some(shortened(note).to_owned()),
-            action: "WatchGpus".to_owned(),
+            action: "Watch".to_owned(),
             secondary: None,
         };
         self.publish(event, vec![pod]);

@@ -103,7 +103,7 @@ impl HealthReporter {
             allocation.name,
             verdict.message
         );
-        for (name, uid) in pods {
+        for (uid, name) in pods {
             let pod = pod_reference(Some(allocation.namespace.clone()), name, uid);
             self.events.gpu_unhealthy(pod, &note);
         }

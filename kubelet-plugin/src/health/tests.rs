@@ -143,8 +143,8 @@ impl Node {
     }
 }
 
-#[test]
-fn a_fault_outlives_the_plugin_and_ends_with_a_check() {
+#[tokio::test]
+async fn a_fault_outlives_the_plugin_and_ends_with_a_check() {
     let mut node = Node::start();
     assert_eq!(node.look_after(0).status, Status::Healthy);
     let first = node.uuid(0);
@@ -222,8 +222,8 @@ async fn a_gpu_is_not_checked_while_a_claim_holds_it() {
     node.look_for(Status::Healthy);
 }
 
-#[test]
-fn on_a_cordoned_node_without_claims_nvml_is_closed_and_a_reset_is_believed() {
+#[tokio::test]
+async fn on_a_cordoned_node_without_claims_nvml_is_closed_and_a_reset_is_believed() {
     let mut node = Node::start();
     let first = node.uuid(0);
     node.look_after(0);
@@ -244,8 +244,8 @@ fn on_a_cordoned_node_without_claims_nvml_is_closed_and_a_reset_is_believed() {
     assert_eq!(node.check.checked(), 1);
 }
 
-#[test]
-fn a_look_that_fails_once_changes_nothing_and_a_removed_gpu_is_forgotten() {
+#[tokio::test]
+async fn a_look_that_fails_once_changes_nothing_and_a_removed_gpu_is_forgotten() {
     let mut node = Node::start();
     let first = node.uuid(0);
     node.look_after(0);
@@ -269,8 +269,8 @@ fn a_look_that_fails_once_changes_nothing_and_a_removed_gpu_is_forgotten() {
     assert_eq!(node.board.now().unwrap().get(&first), None);
 }
 
-#[test]
-fn the_policy_of_the_gpu_applies() {
+#[tokio::test]
+async fn the_policy_of_the_gpu_applies() {
     let mut node = Node::start();
     let first = node.uuid(0);
     let published: Published = serde_json::from_value(json!({

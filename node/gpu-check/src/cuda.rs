@@ -30,6 +30,21 @@ impl fmt::Display for Problem {
     }
 }
 
+/// cuda.h's cuLaunchKernel: function, grid, block, shared memory, stream, parameters, extra.
+type Launch = unsafe extern "C" fn(
+    *mut c_void,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    *mut c_void,
+    *mut *mut c_void,
+    *mut *mut c_void,
+) -> c_int;
+
 /// The driver's libcuda, which is never unloaded.
 pub(crate) struct Cuda(*mut c_void);
 
@@ -135,20 +150,7 @@ impl Context {
         // SAFETY: cuda.h: CUresult cuModuleGetFunction(CUfunction *, CUmodule, const char *).
         let find: unsafe extern "C" fn(*mut *mut c_void, *mut c_void, *const c_char) -> c_int =
             unsafe { self.0.function(c"cuModuleGetFunction")? };
-        type Launch = unsafe extern "C" fn(
-            *mut c_void,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            c_uint,
-            *mut c_void,
-            *mut *mut c_void,
-            *mut *mut c_void,
-        ) -> c_int;
-        // SAFETY: as cuda.h declares cuLaunchKernel: function, grid, block, shared memory, stream, parameters, extra.
+        // SAFETY: as cuda.h declares it.
         let launch: Launch = unsafe { self.0.function(c"cuLaunchKernel")? };
         let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
         // SAFETY: the code is PTX that ends with a zero.
