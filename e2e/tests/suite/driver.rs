@@ -155,7 +155,7 @@ fn a_driver_that_hangs_withholds_all_gpus_until_it_answers() -> anyhow::Result<(
         holder.started().await?;
         let beat = holder.next_beat().await?;
 
-        let back = case.node.hang("call = \"nvmlInit\"").await?;
+        let back = case.node.hang("call = \"nvmlInitWithFlags\"").await?;
         let (node, script, restored) = (case.node.clone(), back.clone(), case.plugin());
         case.afterwards("the driver", async move {
             node.shell(&script).await?;

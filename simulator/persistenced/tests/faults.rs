@@ -221,7 +221,9 @@ fn calls_hang_for_one_gpu_or_at_the_start_until_the_file_changes() {
         hangs.join().unwrap();
     });
     drop(nvml);
-    write("[[fault]]\ncall = \"nvmlInit\"\nhang = true\n");
+    let starts = ["nvmlInit", "nvmlInitWithFlags"];
+    let rows = starts.map(|call| format!("[[fault]]\ncall = \"{call}\"\nhang = true\n"));
+    write(&rows.concat());
     let mut smi = machine.command(machine.path("usr/bin/nvidia-smi"));
     let mut smi = smi.stdout(std::process::Stdio::null()).spawn().unwrap();
     let sleeps = || {

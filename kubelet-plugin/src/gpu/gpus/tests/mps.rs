@@ -262,7 +262,8 @@ async fn a_gpu_with_an_instance_in_use_that_nobody_wants_is_withheld() {
     let refused = plugin.preparer.unprepare(&claim_ref("a")).await;
     assert!(refused.is_err());
     assert!(!withheld.has_changed().unwrap());
-    withheld.changed().await.unwrap();
+    let changed = tokio::time::timeout(PERIOD * 5, withheld.changed()).await;
+    changed.unwrap().unwrap();
     let found = withheld.borrow_and_update().clone();
     assert_eq!((&*found[0].gpu, &*found[0].reason), (GPU, "LeftOver"));
     world.mig.use_instance(GPU, instance, false);
