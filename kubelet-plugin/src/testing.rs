@@ -352,6 +352,8 @@ impl World {
             retry: Duration::from_millis(20),
             clock: Clock::system(),
         };
+        // Another process writes the trail only after the one before has ended, and a process writes everything before it ends.
+        self.flush_audit(Duration::from_secs(5));
         let trail = Audit::start(Arc::clone(&self.audit_fs), settings, Arc::clone(&metrics));
         let audit = Arc::new(trail);
         self.audits.lock().unwrap().push(Arc::downgrade(&audit));

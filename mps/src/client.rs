@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rustix::io::retry_on_intr;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use crate::layout::{DeviceId, SOCKET};
@@ -114,8 +115,9 @@ impl Client {
         let mut stream = UnixStream::from(socket);
         // It also limits connect(2), which waits while the supervisor accepts nobody.
         stream.set_write_timeout(Some(left()?))?;
-        connect(&stream, &SocketAddrUnix::new(&self.socket)?)
-            .map_err(|error| in_time(error.into()))?;
+        let address = SocketAddrUnix::new(&self.socket)?;
+        // A signal interrupts calls with a time limit, also one whose handler asks for a restart.
+        retry_on_intr(|| connect(&stream, &address)).map_err(|error| in_time(error.into()))?;
         let mut line = serde_json::to_vec(request)?;
         line.push(b'\n');
         stream.write_all(&line).map_err(in_time)?;
@@ -123,9 +125,11 @@ impl Client {
         let mut part = [0; 4096];
         loop {
             stream.set_read_timeout(Some(left()?))?;
-            match stream.read(&mut part).map_err(in_time)? {
-                0 => return Ok(answer),
-                read => answer.extend_from_slice(&part[..read]),
+            match stream.read(&mut part) {
+                Ok(0) => return Ok(answer),
+                Ok(read) => answer.extend_from_slice(&part[..read]),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(in_time(error)),
             }
             if answer.len() as u64 > LONGEST {
                 let text = format!("its answer is longer than {LONGEST} bytes");

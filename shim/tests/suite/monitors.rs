@@ -70,28 +70,28 @@ fn monitors_show_a_shares_own_processes_and_its_size() {
         there.wait();
         let run = |program: &Path, arguments: &[&str]| {
             let mut command = world.command(program);
-            shown(&command.args(arguments).output().unwrap())
+            command.args(arguments).output()
         };
         let own = u64::from(probe.pid());
         let used = share.used() / MIB;
         let python = monitors.join("python");
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/terminal.py");
         let (nvtop, pid) = (nvtop.to_str().unwrap(), own.to_string());
+        let show_pids = ["--show-pid", "--no-color"];
         let all = [
             ("nvidia-smi", run(Path::new("nvidia-smi"), &[])),
             ("nvitop", run(&monitors.join("nvitop"), &["--once"])),
-            (
-                "gpustat",
-                run(&monitors.join("gpustat"), &["--show-pid", "--no-color"]),
-            ),
+            ("gpustat", run(&monitors.join("gpustat"), &show_pids)),
             (
                 "nvtop",
                 run(&python, &[script, &pid, nvtop, "--delay", "1"]),
             ),
         ];
+        // Nothing fails before: the neighbour would wait for ever.
         over.wait();
         let foreign = neighbour.join().unwrap();
-        for (name, shown) in all {
+        for (name, ran) in all {
+            let shown = shown(&ran.unwrap());
             println!("{name}:\n{shown}");
             let numbers = numbers(&shown);
             assert!(

@@ -159,7 +159,7 @@ impl Claim {
     }
 }
 
-/// Sizes that are often a part of a GPU, sometimes all of it, and sometimes more than any GPU has.
+/// Sizes that are often a part of a GPU, sometimes all of it, and sometimes more than any GPU has. Prepare refuses less than 1Mi.
 fn any_memory() -> impl Strategy<Value = Option<u64>> {
     let gib = |range: Range<u64>| range.prop_map(|gib| Some(gib << 30));
     prop_oneof![
@@ -167,7 +167,7 @@ fn any_memory() -> impl Strategy<Value = Option<u64>> {
         8 => gib(1..8),
         3 => gib(8..40),
         1 => gib(40..90),
-        1 => (1..40_u64 << 30).prop_map(Some),
+        1 => (1 << 20..40_u64 << 30).prop_map(Some),
     ]
 }
 

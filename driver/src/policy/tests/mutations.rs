@@ -50,6 +50,13 @@ const WORDS: &[&str] = &[
     "driverCapabilities",
     "profiles",
     "interval",
+    "health",
+    "effect",
+    "faults",
+    "fault",
+    "Xid74",
+    "NoExecute",
+    "Ignore",
     "idle",
     "namespaces",
     "afterSeconds",
@@ -113,6 +120,9 @@ fn valid() -> Value {
                 "namespaces": {"matchLabels": {"team": "a"}, "matchExpressions": [{"key": "zone", "operator": "Exists"}]},
                 "afterSeconds": 3600, "action": "Evict", "graceSeconds": 60,
             },
+            "health": {
+                "effect": "NoExecute", "graceSeconds": 600, "faults": [{"fault": "Xid74", "effect": "Ignore"}],
+            },
         },
     })
 }
@@ -164,6 +174,8 @@ fn is_wider_than_the_schema(path: &str, value: &Value) -> bool {
         "spec.capped.onBypass",
         "spec.timeshared.interval",
         "spec.idle.action",
+        "spec.health.effect",
+        "spec.health.faults[0].effect",
     ];
     let selectors = [
         "spec.nodeSelector.matchExpressions[",
