@@ -24,7 +24,8 @@ fn is_tainted(device: &Device) -> bool {
 /// Waits until every published device of a GPU has the taint, or none has.
 async fn devices(case: &Case, uuid: &str, tainted: bool, limit: Limit) -> anyhow::Result<()> {
     let what = format!("the devices of {uuid}: tainted is {tainted}");
-    let found = case.plugin().slices(&what, limit, |slices| {
+    let plugin = case.plugin();
+    let found = plugin.slices(&what, limit, |slices| {
         let slices = system::complete(slices)?;
         let all = slices
             .values()

@@ -79,7 +79,10 @@ fn monitors_show_a_shares_own_processes_and_its_size() {
         let (nvtop, pid) = (nvtop.to_str().unwrap(), own.to_string());
         let show_pids = ["--show-pid", "--no-color"];
         let all = [
-            ("nvidia-smi", run(Path::new("nvidia-smi"), &[])),
+            (
+                "nvidia-smi",
+                run(&node.root().join("usr/bin/nvidia-smi"), &[]),
+            ),
             ("nvitop", run(&monitors.join("nvitop"), &["--once"])),
             ("gpustat", run(&monitors.join("gpustat"), &show_pids)),
             (
