@@ -181,6 +181,11 @@ impl Case {
             node.no_claim_files(wait::USUAL).await?;
             node.no_gpu_records().await?;
         }
+        // A probe may have failed while the machine stood still.
+        for node in &case.nodes {
+            let plugin = NodePlugin::new(case.client.clone(), node.name().to_owned());
+            plugin.ready(None).await?;
+        }
         case.found = case.fingerprint().await?;
         Ok(case)
     }

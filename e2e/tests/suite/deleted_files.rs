@@ -1,7 +1,7 @@
 //! Somebody deletes files of a claim whose pod runs.
 
 use anyhow::ensure;
-use tranche_e2e::namespace::IDLE;
+use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::{Case, Request, run_on_a_node};
 
 /// The kubelet does not call Prepare for a container that starts again in its pod's sandbox.
@@ -10,7 +10,10 @@ fn a_container_starts_again_after_its_cdi_specs_were_deleted() -> anyhow::Result
     run_on_a_node(async |case: &Case| {
         let namespace = case.namespace("deleted").await?;
         let share = Request::capped("4Gi", "10");
-        let pod = namespace.running("pod", &share, &IDLE).await?;
+        namespace.template("share", &share.spec()).await?;
+        let mut object = manifest("pod", &[Source::Template("share")], &IDLE);
+        object["spec"]["restartPolicy"] = "Always".into();
+        let pod = namespace.pod_from(object).await?;
         pod.started().await?;
         let files = case.node.claim_files().await?;
         for deleted in [

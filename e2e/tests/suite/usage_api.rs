@@ -142,7 +142,7 @@ async fn a_tenant_sees_its_own(
 async fn a_reader_sees_all(case: &Case, name: &str, neighbour: &str) -> anyhow::Result<String> {
     let reader = account::create(&case.client, name, "reader").await?;
     account::bind(case, name, "reader", "tranche-usage-reader").await?;
-    account::bind(case, name, "reader", "tranche-metrics-reader").await?;
+    account::bind(case, name, "reader", "tranche-node-usage-reader").await?;
     let nodes = wait::for_answer("the reader's right", wait::USUAL, async || {
         Ok(kubectl(&reader, &["get", "nodeusages"]).await?.ok())
     })

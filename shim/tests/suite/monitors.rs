@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, mpsc};
 
 use tranche_shim_core::ComputePolicy;
 use tranche_shim_tests::{Machine, Node, Probe, Share, World, text};
@@ -66,6 +66,16 @@ fn monitors_show_a_shares_own_processes_and_its_size() {
             over.wait();
             u64::from(probe.pid())
         });
+        // A terminal of the host, which a container here has not; the program itself enters the container.
+        let (to_terminal, pids) = mpsc::channel::<String>();
+        let terminal = scope.spawn(|| {
+            let script = concat!(env!("CARGO_MANIFEST_DIR"), "/terminal.py");
+            let pid = pids.into_iter().next().unwrap();
+            let enter = ["nsenter", "--mount", "--target", &pid];
+            let mut command = Command::new(monitors.join("python"));
+            command.args([script, &pid]).args(enter).arg(&nvtop);
+            command.args(["--delay", "1"]).output()
+        });
         let (world, share, probe) = container(&node, 500 * MIB);
         there.wait();
         let run = |program: &Path, arguments: &[&str]| {
@@ -74,9 +84,7 @@ fn monitors_show_a_shares_own_processes_and_its_size() {
         };
         let own = u64::from(probe.pid());
         let used = share.used() / MIB;
-        let python = monitors.join("python");
-        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/terminal.py");
-        let (nvtop, pid) = (nvtop.to_str().unwrap(), own.to_string());
+        to_terminal.send(own.to_string()).unwrap();
         let show_pids = ["--show-pid", "--no-color"];
         let all = [
             (
@@ -85,10 +93,7 @@ fn monitors_show_a_shares_own_processes_and_its_size() {
             ),
             ("nvitop", run(&monitors.join("nvitop"), &["--once"])),
             ("gpustat", run(&monitors.join("gpustat"), &show_pids)),
-            (
-                "nvtop",
-                run(&python, &[script, &pid, nvtop, "--delay", "1"]),
-            ),
+            ("nvtop", terminal.join().unwrap()),
         ];
         // Nothing fails before: the neighbour would wait for ever.
         over.wait();
