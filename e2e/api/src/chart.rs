@@ -44,6 +44,8 @@ pub(crate) async fn install(control_plane: &ControlPlane, client: Client) -> any
         format!("controller.metricsPort={metrics}"),
         "controller.watchPendingPods=true".to_owned(),
         "controller.leaseDuration=5".to_owned(),
+        // For its rights.
+        "usageApi.enabled=true".to_owned(),
     ];
     arguments.extend(settings.iter().flat_map(|setting| ["--set", setting]));
     run(control_plane, "helm", &arguments).await?;

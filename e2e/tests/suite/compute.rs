@@ -20,12 +20,18 @@ struct Spun {
 
 /// The share of the GPU's time that a pod's program gets while it keeps the GPU busy.
 pub async fn spin(pod: &PodHandle, time: &str) -> anyhow::Result<f64> {
+    spin_with(pod, "1ms", time).await
+}
+
+/// The same with kernels of this length. The longer they are, the less of the GPU's time is lost when other programs keep the
+/// machine's processors busy.
+pub async fn spin_with(pod: &PodHandle, kernel: &str, time: &str) -> anyhow::Result<f64> {
     let command = [
         "tranche-workload",
         "--json",
         "spin",
         "--kernel",
-        "1ms",
+        kernel,
         "--time",
         time,
     ];
