@@ -186,6 +186,11 @@ impl Executor {
         Ok(())
     }
 
+    /// Makes the folder of the CDI specs again, if somebody deleted it.
+    pub fn ensure_cdi_folder(&self) -> Result<(), FsError> {
+        self.fs.create_dir(&self.layout.cdi)
+    }
+
     /// The first file of a plan that does not exist.
     pub fn missing_file(&self, plan: &PreparationPlan) -> Result<Option<PathBuf>, FsError> {
         self.first_missing(plan.steps.iter().flat_map(|step| self.files(plan, step)))
@@ -424,7 +429,6 @@ impl Executor {
             }
             Step::WriteCdiSpec {} => {
                 self.write_metadata(plan)?;
-                self.fs.create_dir(&self.layout.cdi)?;
                 let spec = claim_spec(plan, &self.layout.node_paths(dev_root))?;
                 let path = self.layout.claim_spec(uid);
                 fs::ensure(&*self.fs, &path, &spec.encode(), 0o644)?;

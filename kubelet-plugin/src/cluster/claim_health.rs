@@ -11,11 +11,11 @@ use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
 use serde_json::{Value, json};
 use tranche_api::conditions::{HEALTHY, condition};
-use tranche_api::names::DRIVER;
 use tranche_driver::health::Verdict;
 use tranche_driver::journal::ClaimRecord;
 
 use crate::cluster::api_server::within;
+use crate::cluster::status::{applied, with_key};
 
 const FIELD_MANAGER: &str = "tranche-kubelet-plugin-health";
 
@@ -40,7 +40,6 @@ pub async fn write(
     }
 }
 
-/// The applied object. With its UID the write fails for another claim of the same name.
 fn body(record: &ClaimRecord, faulty: &BTreeMap<String, Verdict>, now: Timestamp) -> Value {
     let devices = record.plan.devices.iter().filter_map(|device| {
         let verdict = faulty.get(&device.key)?;
@@ -55,27 +54,9 @@ fn body(record: &ClaimRecord, faulty: &BTreeMap<String, Verdict>, now: Timestamp
             &[],
             since.unwrap_or(now),
         );
-        let mut entry = json!({
-            "driver": DRIVER,
-            "pool": device.pool,
-            "device": device.device,
-            "conditions": [condition],
-        });
-        if let Some(share_id) = &device.share_id {
-            entry["shareID"] = json!(share_id);
-        }
+        let mut entry = with_key(device);
+        entry["conditions"] = json!([condition]);
         Some(entry)
     });
-    let devices: Vec<Value> = devices.collect();
-    let allocation = &record.plan.allocation;
-    json!({
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {
-            "name": allocation.name,
-            "namespace": allocation.namespace,
-            "uid": allocation.uid,
-        },
-        "status": {"devices": devices},
-    })
+    applied(record, &devices.collect::<Vec<_>>())
 }

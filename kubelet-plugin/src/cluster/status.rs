@@ -139,15 +139,15 @@ async fn write(
     }
 }
 
-/// The applied object. With its UID the write fails for another claim of the same name.
 fn body(record: &ClaimRecord, now: jiff::Timestamp) -> Value {
+    let devices = record.plan.devices.iter();
+    let entries: Vec<_> = devices.map(|device| entry(device, now)).collect();
+    applied(record, &entries)
+}
+
+/// An object to apply, with these `status.devices`. With its UID the write fails for another claim of the same name.
+pub(super) fn applied(record: &ClaimRecord, devices: &[Value]) -> Value {
     let allocation = &record.plan.allocation;
-    let devices: Vec<_> = record
-        .plan
-        .devices
-        .iter()
-        .map(|device| entry(device, now))
-        .collect();
     json!({
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
@@ -191,18 +191,24 @@ fn entry(device: &PreparedDevice, now: jiff::Timestamp) -> Value {
             data["computeInstance"] = json!(mig.compute_instance);
         }
     }
+    let mut entry = with_key(device);
+    entry["data"] = data;
+    entry["conditions"] = json!([{
+        "type": "Ready",
+        "status": "True",
+        "reason": "Prepared",
+        "message": "containers get it by CDI",
+        "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
+    }]);
+    entry
+}
+
+/// An entry of `status.devices` with its key only.
+pub(super) fn with_key(device: &PreparedDevice) -> Value {
     let mut entry = json!({
         "driver": DRIVER,
         "pool": device.pool,
         "device": device.device,
-        "data": data,
-        "conditions": [{
-            "type": "Ready",
-            "status": "True",
-            "reason": "Prepared",
-            "message": "containers get it by CDI",
-            "lastTransitionTime": now.strftime("%Y-%m-%dT%H:%M:%SZ").to_string(),
-        }],
     });
     if let Some(share_id) = &device.share_id {
         entry["shareID"] = json!(share_id);

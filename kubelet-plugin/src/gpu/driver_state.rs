@@ -218,9 +218,6 @@ impl SpecFile {
     /// Writes the file if it is missing or different.
     pub fn ensure(&self, spec: &[u8]) -> Result<(), FsError> {
         let _one = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(folder) = self.path.parent() {
-            self.fs.create_dir(folder)?;
-        }
         fs::ensure(&*self.fs, &self.path, spec, 0o644)
     }
 }

@@ -48,8 +48,9 @@ impl Check for CheckProgram {
                 Ok(Some(status)) => break status,
                 Ok(None) if Instant::now() < end => std::thread::sleep(POLL),
                 Ok(None) => {
-                    // A process whose call of the driver hangs ends when that returns. It is not waited for.
                     let _ = child.kill();
+                    // A process whose call of the driver hangs ends when that returns.
+                    std::thread::spawn(move || child.wait());
                     return Err(format!("no result within {} s", PATIENCE.as_secs()));
                 }
                 Err(error) => return Err(error.to_string()),

@@ -7,7 +7,8 @@
 //!  health, every second ────────┘
 //! ```
 //!
-//! It is open while at least one part has it open: health keeps it, because Xids are reported only while it is. A GPU's calls come one after another, in the order of the callers.
+//! It is open while at least one part has it open: health keeps it, because Xids are reported only while it is. A GPU's calls come
+//! one after another, in the order of the callers.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};

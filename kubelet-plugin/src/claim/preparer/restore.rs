@@ -81,6 +81,7 @@ impl Preparer {
         if let DriverState::Ready(ready) = &*self.parts.driver.borrow()
             && let Some(spec) = &ready.spec
         {
+            self.parts.executor.ensure_cdi_folder()?;
             self.parts.spec_file.ensure(spec)?;
         }
         Ok(())
