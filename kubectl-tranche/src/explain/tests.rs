@@ -330,7 +330,8 @@ async fn containers_that_do_not_start_come_before_devices() {
         "{text}"
     );
     assert!(
-        lines[2].contains("delete the pod") && text.contains("notebook: capped, 20Gi"),
+        lines[2].contains("makes a deleted file again within seconds")
+            && text.contains("notebook: capped, 20Gi"),
         "{text}"
     );
 }
