@@ -11,6 +11,7 @@ use tranche_api::gpu_node::GpuNode;
 use tranche_api::names::{attribute, taint};
 use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::{LIBRARIES, Node};
+use tranche_e2e::system::NodePlugin;
 use tranche_e2e::{Case, Request, SYSTEM, run_on_a_node, system, wait, workload};
 
 /// Where the driver's libraries and device nodes are moved while there is no driver.
@@ -30,6 +31,23 @@ async fn until_driver(case: &Case, what: &str, ready: bool) -> anyhow::Result<Gp
         (driver_ready(node)?.0 == ready).then(|| node.clone())
     })
     .await
+}
+
+/// Waits until the slices offer no device: the controller writes them a moment after the `GpuNode` changes.
+async fn nothing_offered(plugin: &NodePlugin) -> anyhow::Result<()> {
+    plugin
+        .slices("no device offered", wait::USUAL, |slices| {
+            let mut devices = slices
+                .values()
+                .flat_map(|slice| slice.spec.devices.iter().flatten());
+            devices
+                .all(|device| {
+                    let mut taints = device.taints.iter().flatten();
+                    taints.any(|taint| taint.key == taint::WITHDRAWN)
+                })
+                .then_some(())
+        })
+        .await
 }
 
 /// Moves the driver's libraries away until the test ends; the returned script restores them.
@@ -69,19 +87,7 @@ fn devices_leave_with_the_driver_and_return_with_it() -> anyhow::Result<()> {
             "{:?}",
             node.status
         );
-        plugin
-            .slices("no device offered", wait::USUAL, |slices| {
-                let mut devices = slices
-                    .values()
-                    .flat_map(|slice| slice.spec.devices.iter().flatten());
-                devices
-                    .all(|device| {
-                        let mut taints = device.taints.iter().flatten();
-                        taints.any(|taint| taint.key == taint::WITHDRAWN)
-                    })
-                    .then_some(())
-            })
-            .await?;
+        nothing_offered(&plugin).await?;
         let late = namespace.idle("late", &share).await?;
         late.unschedulable().await?;
         let events: Api<Event> = Api::namespaced(case.client.clone(), "default");
@@ -172,6 +178,7 @@ fn a_driver_that_hangs_withholds_all_gpus_until_it_answers() -> anyhow::Result<(
         let withheld = status.withheld.iter().map(|it| &it.gpu);
         let gpus = case.gpus.iter().map(|gpu| &gpu.uuid);
         ensure!(withheld.eq(gpus), "{:?}", status.withheld);
+        nothing_offered(&plugin).await?;
         let late = namespace.idle("late", &share).await?;
         late.unschedulable().await?;
         let after = holder.next_beat().await?;

@@ -135,6 +135,7 @@ fn those_who_use_a_gpu_are_told_of_its_fault() -> anyhow::Result<()> {
         .await?;
         // While the claim holds it, it is not checked.
         case.node.shell(&restore).await?;
+        devices(case, uuid, true, wait::USUAL).await?;
         let neighbour = namespace.idle("neighbour", &share).await?;
         neighbour.unschedulable().await?;
         holder.delete().await?;

@@ -195,19 +195,13 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
         let token = token(case, namespace.name(), true).await?;
         let uuid = &case.gpus[0].uuid;
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
-            // A GPU's errors are counted from the first sample after a claim has one of the node's GPUs. The counter shows the samples of earlier
-            // claims all the time, but the idle time of this claim is only known from its own samples.
+            // NVML reports an Xid to those who have it open, and for some seconds after an earlier test changed a GPU's MIG mode the plugin
+            // has not. An Xid without consequences shows that it has.
             wait::for_answer("the GPU's errors counted", wait::USUAL, async || {
+                node.inject_xid(uuid, 13).await?;
                 let text = read(case, "/metrics", &token).await?;
-                let has = |name: &str, label: &str| {
-                    let mut series = text.lines().filter(|it| it.starts_with(name));
-                    series.any(|it| it.contains(label) && !it.ends_with(" 0"))
-                };
-                let is_sampled = has("tranche_claim_idle_seconds{", "claim=\"neighbour-");
-                let mut counted = text
-                    .lines()
-                    .filter(|it| it.starts_with("DCGM_FI_DEV_XID_ERRORS{"));
-                Ok((is_sampled && counted.any(|it| it.contains(uuid))).then_some(()))
+                let series = format!("tranche_gpu_xids_total{{gpu_uuid=\"{uuid}\",xid=\"13\"}}");
+                Ok(text.contains(&series).then_some(()))
             })
             .await?;
             node.lose_gpu(uuid).await
