@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
+use tranche_api::withheld::reason;
 use tranche_driver::health::{Look, Record, Seen, Verdicts, observe, verdict};
 use tranche_node::health::{Looked, Watch};
 
@@ -198,11 +199,17 @@ impl Monitor {
         looked
     }
 
-    /// The GPUs of the inventory, and those that had a fault.
+    /// The GPUs of the inventory, those that have left it because they are lost, and those that had a fault.
     fn gpus(&self, ready: Option<&Arc<Ready>>) -> BTreeSet<String> {
         let known = ready.into_iter().flat_map(|ready| &ready.inventory.gpus);
         let known = known.map(|gpu| gpu.uuid.clone());
-        known.chain(self.records.keys().cloned()).collect()
+        let withheld = ready.into_iter().flat_map(|ready| &ready.withheld);
+        let lost = withheld.filter(|it| it.reason == reason::GPU_LOST);
+        let lost = lost.map(|it| it.gpu.clone());
+        known
+            .chain(lost)
+            .chain(self.records.keys().cloned())
+            .collect()
     }
 
     fn decide(

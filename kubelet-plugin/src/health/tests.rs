@@ -6,6 +6,7 @@ use std::sync::Mutex;
 use serde_json::{Value, json};
 use tokio_util::sync::CancellationToken;
 use tonic::Request;
+use tranche_api::WithheldGpu;
 use tranche_api::gpu_node::Published;
 use tranche_driver::health::{RecoveryAction, Report, Status, Verdict};
 use tranche_node::health::{Watch, XidCounts};
@@ -267,6 +268,24 @@ async fn a_look_that_fails_once_changes_nothing_and_a_removed_gpu_is_forgotten()
     node.now += Duration::from_mins(1);
     node.monitor.look(node.now, node.unix);
     assert_eq!(node.board.now().unwrap().get(&first), None);
+}
+
+#[tokio::test]
+async fn a_gpu_that_left_the_inventory_before_the_first_look_is_lost() {
+    let mut node = Node::start();
+    let first = node.uuid(0);
+    node.world.mig.lose(&first, true);
+    let mut ready = crate::gpu::driver_state::Ready::clone(&node.world.ready);
+    ready.inventory.gpus.remove(0);
+    let lost = WithheldGpu::whole(&first, "GpuLost", "the GPU is lost".to_owned());
+    ready.withheld.push(lost);
+    let state = crate::gpu::driver_state::DriverState::Ready(Arc::new(ready));
+    node.plugin.driver.send_replace(state);
+    let verdict = node.look_after(0);
+    assert_eq!(
+        (verdict.status, &*verdict.reason),
+        (Status::Unhealthy, "GpuLost")
+    );
 }
 
 #[tokio::test]
