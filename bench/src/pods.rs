@@ -89,6 +89,25 @@ pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     measured
 }
 
+/// Runs one pod with a claim: a container runtime watches the CDI folder from its first container with a device on.
+pub async fn warm_up(cluster: &Cluster, image: &str) -> anyhow::Result<()> {
+    cluster.service_account().await?;
+    let bench = Bench {
+        args: &Args {
+            rounds: 0,
+            rounds_of_8: 0,
+            image: image.to_owned(),
+        },
+        cluster,
+        pods: Api::namespaced(cluster.client.clone(), NAMESPACE),
+        claims: Api::namespaced(cluster.client.clone(), NAMESPACE),
+    };
+    bench
+        .pods_to_running(Kind::Claim, "warm", 1)
+        .await
+        .map(drop)
+}
+
 #[derive(Debug)]
 struct Bench<'a> {
     args: &'a Args,

@@ -11,13 +11,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use futures::future::{join_all, try_join_all};
 use futures::{StreamExt, TryStreamExt, stream};
 
 use crate::claims::{self, Placement};
 use crate::cluster::{Cluster, unless_interrupted};
 use crate::dra::{ClaimId, Plugin};
+use crate::pods;
+use crate::process::{Process, running};
 use crate::row::Row;
 use crate::stats::{Spread, count, ms};
 use left::Folders;
@@ -50,6 +52,9 @@ pub struct Args {
     /// How long the workers run, seconds
     #[arg(long, default_value_t = 10)]
     seconds: u64,
+    /// The image of a pod that runs before: it must be on the node and have a shell
+    #[arg(long, default_value = "tranche/workload:dev")]
+    image: String,
 }
 
 /// The most concurrent callers, and the number of timed claims.
@@ -64,6 +69,7 @@ pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     let gpus = cluster.shareable_gpus().await?;
     let placement = Placement::new(&gpus, WORKERS, args.held);
     cluster.make_namespace().await?;
+    pods::warm_up(cluster, &args.image).await?;
     let mut load = Load {
         args,
         cluster,
@@ -193,6 +199,7 @@ impl Load<'_> {
     /// Every worker repeatedly prepares and unprepares its own claim.
     async fn cycles(&self, probe: &Probe, rows: &mut Vec<Row>) -> anyhow::Result<()> {
         let duration = Duration::from_secs(self.args.seconds);
+        let before = [cpu_time(PLUGIN)?, cpu_time(RUNTIME)?];
         let start = Instant::now();
         let workers = self.timed.iter().map(|claim| {
             let (plugin, claim) = (self.plugin.clone(), claim.clone());
@@ -218,6 +225,10 @@ impl Load<'_> {
             failures.extend(some_failures);
         }
         let elapsed = start.elapsed().as_secs_f64();
+        let after = [cpu_time(PLUGIN)?, cpu_time(RUNTIME)?];
+        let of_cycle = |which: usize| {
+            ms(after[which].saturating_sub(before[which])) / count(times.len().max(1))
+        };
         for failure in failures.iter().take(3) {
             eprintln!("  failed: {failure:#}");
         }
@@ -231,6 +242,8 @@ impl Load<'_> {
         );
         rows.push(Row::new("cycles-p99", all.p99).from(all));
         rows.push(Row::new("cycles-failed", count(failures.len())));
+        rows.push(Row::new("cycles-cpu", of_cycle(0)));
+        rows.push(Row::new("cycles-runtime-cpu", of_cycle(1)));
         Ok(())
     }
 
@@ -262,6 +275,17 @@ impl Load<'_> {
         released.context("releasing the claims")?;
         Ok(left.len())
     }
+}
+
+const PLUGIN: &str = "tranche-kubelet-plugin";
+const RUNTIME: &str = "containerd";
+
+/// The CPU time of a program's processes on this node.
+fn cpu_time(program: &str) -> anyhow::Result<Duration> {
+    let processes = running(program)?;
+    ensure!(!processes.is_empty(), "{program} does not run here");
+    let times = processes.into_iter().map(Process::cpu_time);
+    times.sum()
 }
 
 #[derive(Debug, Default)]

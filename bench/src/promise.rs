@@ -138,6 +138,18 @@ pub const PROMISES: &[Promise] = &[
     ),
     promise("cycles-failed", "of these, failed", "calls", AtMost(0.0)),
     promise(
+        "cycles-cpu",
+        "the plugin's CPU time for one of these cycles",
+        "ms",
+        AtMost(2.5),
+    ),
+    promise(
+        "cycles-runtime-cpu",
+        "containerd's CPU time for one of these cycles, for reading the CDI specs again",
+        "ms",
+        Open,
+    ),
+    promise(
         "prepare-timeshared-above-get",
         "Prepare of the tier timeshared, median above one GET of the claim",
         "ms",
