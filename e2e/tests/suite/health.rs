@@ -11,6 +11,8 @@ use tranche_api::names::taint;
 use tranche_e2e::wait::Limit;
 use tranche_e2e::{Case, Request, run_on_a_node, system, wait};
 
+use crate::metrics::{token, xids_are_counted};
+
 /// From a fault to the taint.
 const TAINTED: Limit = wait::FAULT_TAINTED;
 /// From a fault to the status of the pod that uses the GPU.
@@ -76,12 +78,14 @@ fn an_idle_gpu_that_falls_off_the_bus_gets_no_claim_until_it_is_proved_to_work()
     run_on_a_node(async |case: &Case| {
         let uuid = &case.gpus[0].uuid;
         healthy(case, uuid, "True").await?;
+        let namespace = case.namespace("fault-idle").await?;
+        let token = token(case, namespace.name(), true).await?;
+        xids_are_counted(case, &token, uuid).await?;
         let restore = case.node.lose_gpu(uuid).await?;
         restore_afterwards(case, restore.clone());
         devices(case, uuid, true, TAINTED).await?;
         let reason = healthy(case, uuid, "False").await?;
         ensure!(["GpuLost", "Xid79"].contains(&reason.as_str()), "{reason}");
-        let namespace = case.namespace("fault-idle").await?;
         let waits = namespace
             .idle("waits", &Request::exclusive().on(uuid))
             .await?;
@@ -112,6 +116,8 @@ fn those_who_use_a_gpu_are_told_of_its_fault() -> anyhow::Result<()> {
             }
         };
         told("Healthy", wait::USUAL).await?;
+        let token = token(case, namespace.name(), true).await?;
+        xids_are_counted(case, &token, uuid).await?;
         let restore = case.node.lose_gpu(uuid).await?;
         restore_afterwards(case, restore.clone());
         told("Unhealthy", TOLD).await?;

@@ -166,3 +166,21 @@ fn only_who_may_read_them_gets_the_metrics() -> anyhow::Result<()> {
         Ok(())
     })
 }
+
+/// Waits until the plugin hears of a GPU's Xids. NVML reports an Xid to those who have it open, and for some seconds after an earlier
+/// test changed a GPU's MIG mode or made the driver hang the plugin has not. An Xid without consequences shows that it has.
+pub(crate) async fn xids_are_counted(case: &Case, token: &str, uuid: &str) -> anyhow::Result<()> {
+    let series = format!("tranche_gpu_xids_total{{gpu_uuid=\"{uuid}\",xid=\"13\"}}");
+    let count = async || {
+        let text = read(case, "/metrics", token).await?;
+        let mut lines = text.lines();
+        let value = lines.find_map(|line| line.strip_prefix(&series)?.trim().parse::<f64>().ok());
+        anyhow::Ok(value.unwrap_or(0.0))
+    };
+    let before = count().await?;
+    wait::for_answer("the GPU's errors counted", wait::USUAL, async || {
+        case.node.inject_xid(uuid, 13).await?;
+        Ok((count().await? > before).then_some(()))
+    })
+    .await
+}

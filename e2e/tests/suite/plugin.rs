@@ -4,11 +4,12 @@ use std::path::Path;
 
 use anyhow::ensure;
 use futures::{StreamExt, TryStreamExt, stream};
-use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::core::v1::Pod;
-use kube::api::{Api, DeleteParams, Patch, PatchParams};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::{Client, ResourceExt};
 use serde_json::json;
+use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::system::NodePlugin;
 use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, system, wait, workload};
 
@@ -67,14 +68,11 @@ fn killed_in_fifty_prepares_all_pods_start_and_nothing_is_left() -> anyhow::Resu
             .try_collect()
             .await?;
         ensure!(totals.iter().all(|total| *total == 1 << 30), "{totals:?}");
-        let all = namespace
-            .pods()
-            .list(&kube::api::ListParams::default())
-            .await?;
+        let all = namespace.pods().list(&ListParams::default()).await?;
         ensure!(all.items.len() == PODS, "{}", all.items.len());
         namespace
             .pods()
-            .delete_collection(&DeleteParams::default(), &kube::api::ListParams::default())
+            .delete_collection(&DeleteParams::default(), &ListParams::default())
             .await?;
         wait::for_none(
             namespace.pods(),
@@ -119,6 +117,106 @@ fn killed_while_pods_run_and_end() -> anyhow::Result<()> {
         );
         Ok(())
     })
+}
+
+/// The pods of a Deployment that has replaced all of them by those of its newest template; `None` while it replaces them.
+fn replaced(deployment: Option<&Deployment>, replicas: i32) -> Option<()> {
+    let deployment = deployment?;
+    let status = deployment.status.as_ref()?;
+    let is_seen = status.observed_generation == deployment.metadata.generation;
+    let counts = [
+        status.replicas,
+        status.updated_replicas,
+        status.available_replicas,
+    ];
+    (is_seen && counts == [Some(replicas); 3]).then_some(())
+}
+
+/// Each kill comes while pods with claims start and end: whenever the Deployment has replaced its pods, it begins again.
+#[test]
+fn killed_twenty_times_in_rolling_updates_the_end_is_that_without() -> anyhow::Result<()> {
+    run_on_a_node(async |case: &Case| {
+        case.changes("plugin of");
+        let namespace = case.namespace("rolling").await?;
+        let share = Request::capped("1Gi", "5").on(&case.gpus[0].uuid);
+        namespace.template("share", &share.spec()).await?;
+        let replicas = 6;
+        let mut pod = manifest("rolling", &[Source::Template("share")], &IDLE);
+        pod["metadata"] = json!({"labels": {"app": "rolling"}});
+        pod["spec"]["restartPolicy"] = "Always".into();
+        pod["spec"]["nodeSelector"] = json!({"kubernetes.io/hostname": case.node.name()});
+        let deployment = serde_json::from_value(json!({
+            "metadata": {"name": "rolling"},
+            "spec": {
+                "replicas": replicas,
+                "selector": {"matchLabels": {"app": "rolling"}},
+                "strategy": {"rollingUpdate": {"maxSurge": 2, "maxUnavailable": 2}},
+                "template": pod,
+            },
+        }))?;
+        let api: Api<Deployment> = Api::namespaced(case.client.clone(), namespace.name());
+        api.create(&PostParams::default(), &deployment).await?;
+        let settled = async || {
+            let is_done = |it: Option<&Deployment>| replaced(it, replicas);
+            wait::for_one(
+                api.clone(),
+                "rolling",
+                "all pods replaced",
+                wait::BURST,
+                is_done,
+            )
+            .await
+        };
+        settled().await?;
+
+        let plugins: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
+        for kill in 0..20 {
+            if replaced(Some(&api.get("rolling").await?), replicas).is_some() {
+                let version = json!({"spec": {"template": {"metadata": {"annotations": {"version": kill.to_string()}}}}});
+                api.patch("rolling", &PatchParams::default(), &Patch::Merge(&version))
+                    .await?;
+            }
+            let old = case.plugin().ready(None).await?;
+            case.node.kill_plugin().await?;
+            // A new pod, because the kubelet would wait longer with each kill until it starts the container again.
+            plugins
+                .delete(&old.name_any(), &DeleteParams::default().grace_period(0))
+                .await?;
+            case.plugin().ready(old.metadata.uid.as_deref()).await?;
+        }
+
+        settled().await?;
+        let journals = async |wanted: usize| {
+            wait::for_answer("a journal for each pod", wait::TRIED_AGAIN, async || {
+                let script = format!("ls {}/claims", tranche_e2e::node::PLUGIN_DIR);
+                let journals = case.node.shell(&script).await?;
+                ensure!(journals.lines().count() == wanted, "{journals}");
+                Ok(Some(()))
+            })
+            .await
+        };
+        journals(6).await?;
+        for pod in namespace.pods().list(&ListParams::default()).await? {
+            ensure!(
+                pod.metadata.deletion_timestamp.is_some() || runs(&pod),
+                "{pod:?}"
+            );
+        }
+        let none = json!({"spec": {"replicas": 0}});
+        api.patch("rolling", &PatchParams::default(), &Patch::Merge(&none))
+            .await?;
+        case.node.no_claim_files(wait::TRIED_AGAIN).await?;
+        let slices = case.plugin().published().await?;
+        ensure!(system::complete(&slices).is_some(), "{slices:?}");
+        Ok(())
+    })
+}
+
+/// Whether all containers of a pod run and have never run before.
+fn runs(pod: &Pod) -> bool {
+    let status = pod.status.as_ref();
+    let containers = status.and_then(|it| it.container_statuses.as_ref());
+    containers.is_some_and(|all| all.iter().all(|it| it.ready && it.restart_count == 0))
 }
 
 #[test]

@@ -16,7 +16,7 @@ use tranche_e2e::namespace::{IDLE, Source, manifest};
 use tranche_e2e::node::Node;
 use tranche_e2e::{Case, Request, run_on_a_node, wait};
 
-use crate::metrics::{read, token};
+use crate::metrics::{read, token, xids_are_counted};
 
 /// A scheduler that ignores shared counters allocates a share and the whole of one GPU to two pods.
 #[test]
@@ -195,15 +195,7 @@ fn a_gpu_that_falls_off_the_bus_costs_its_own_devices() -> anyhow::Result<()> {
         let token = token(case, namespace.name(), true).await?;
         let uuid = &case.gpus[0].uuid;
         costs_its_own_devices(case, "lost", "GpuLost", async |node, uuid| {
-            // NVML reports an Xid to those who have it open, and for some seconds after an earlier test changed a GPU's MIG mode the plugin
-            // has not. An Xid without consequences shows that it has.
-            wait::for_answer("the GPU's errors counted", wait::USUAL, async || {
-                node.inject_xid(uuid, 13).await?;
-                let text = read(case, "/metrics", &token).await?;
-                let series = format!("tranche_gpu_xids_total{{gpu_uuid=\"{uuid}\",xid=\"13\"}}");
-                Ok(text.contains(&series).then_some(()))
-            })
-            .await?;
+            xids_are_counted(case, &token, uuid).await?;
             node.lose_gpu(uuid).await
         })
         .await?;
