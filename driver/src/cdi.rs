@@ -1,21 +1,23 @@
 //! The Container Device Interface: what a container runtime must add to a container.
 //!
 //! ```text
-//!  gpu.tranche.dev/claim=<uid>-<request>-<n>   one spec per claim   device node, cap page, account
-//!  gpu.tranche.dev/driver=full|capped|…        one spec per node    libraries, binaries, hooks, shim
+//!  gpu.tranche.dev/claim=<uid>-<request>-<n>   device node, cap page, account
+//!  gpu.tranche.dev/driver=full|capped|…        libraries, binaries, hooks, shim
 //! ```
 //!
-//! The kubelet gets ids of both kinds for each prepared device. The model is our own and covers only what we write. A
+//! The kubelet gets ids of both kinds for each prepared device. A node has one file of each kind. The model is our own and covers only what we write. A
 //! spec declares the lowest version that has everything it uses, because a runtime refuses a whole file for one field
 //! that is newer than its declared version.
 
 mod capability;
+mod claim_devices;
 mod driver_spec;
 mod name;
 
 use serde::{Deserialize, Serialize};
 
 pub use capability::Capability;
+pub use claim_devices::ClaimDevices;
 pub use driver_spec::{DriverDevice, DriverFile, DriverFiles, Library, Link, Shim, driver_spec};
 pub use name::NameError;
 
@@ -74,21 +76,10 @@ pub fn claim_device_id(key: &str) -> Result<String, NameError> {
     Ok(format!("{DRIVER}/{CLAIM_CLASS}={key}"))
 }
 
-/// The name of the file, in a CDI folder, of the spec of the claim with this UID.
+/// The name of the file, in a CDI folder, of the devices of all claims.
 #[must_use]
-pub fn claim_file_name(uid: &str) -> String {
-    format!("{DRIVER}-{CLAIM_CLASS}-{uid}.json")
-}
-
-/// The UID of the claim whose spec has this file name.
-#[must_use]
-pub fn claim_of_file_name(name: &str) -> Option<&str> {
-    name.strip_prefix(DRIVER)?
-        .strip_prefix('-')?
-        .strip_prefix(CLAIM_CLASS)?
-        .strip_prefix('-')?
-        .strip_suffix(".json")
-        .filter(|uid| !uid.is_empty())
+pub fn claims_file_name() -> String {
+    format!("{DRIVER}-{CLAIM_CLASS}.json")
 }
 
 /// The name of the file, in a CDI folder, of the driver's spec.
@@ -256,13 +247,25 @@ impl Spec {
         &self.devices
     }
 
+    /// The devices.
+    #[must_use]
+    pub fn into_devices(self) -> Vec<Device> {
+        self.devices
+    }
+
     /// The changes for every device.
     #[must_use]
     pub fn container_edits(&self) -> &ContainerEdits {
         &self.container_edits
     }
 
-    /// The file's content, the same for the same spec.
+    /// Reads a file's content; fails if it is not of this release.
+    pub fn decode(content: &[u8]) -> Result<Self, serde_json::Error> {
+        serde_json::from_slice(content)
+    }
+
+    /// The file's content, the same for the same spec. Without spaces: a runtime reads all files again whenever one changes, and
+    /// spaces take a third of its time.
     ///
     /// # Panics
     ///
@@ -270,7 +273,7 @@ impl Spec {
     /// none.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let mut bytes = serde_json::to_vec_pretty(self).expect("a spec has only strings for keys");
+        let mut bytes = serde_json::to_vec(self).expect("a spec has only strings for keys");
         bytes.push(b'\n');
         bytes
     }

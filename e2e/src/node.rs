@@ -6,8 +6,8 @@ use std::sync::Arc;
 use anyhow::{Context, ensure};
 use k8s_openapi::api::core::v1::Node as CoreNode;
 use k8s_openapi::api::resource::v1::ResourceClaim;
+use kube::Client;
 use kube::api::Api;
-use kube::{Client, ResourceExt};
 use tokio::sync::Mutex;
 
 use crate::shell::Shell;
@@ -223,9 +223,9 @@ impl Node {
         .await
     }
 
-    /// Kills the node plugin while it prepares the claim that `claim` finds in the result of `starting`: the claim's journal exists and
-    /// its CDI spec does not. The plugin is stopped until the claim exists, and writes the spec to a pipe that nobody reads, so its
-    /// Prepare cannot end before it is killed.
+    /// Kills the node plugin while it prepares claims of `starting`, one of which `claim` finds: a journal exists and its device in the
+    /// CDI spec does not. The plugin is stopped until the claim exists, and writes the spec to a pipe that nobody reads, so no
+    /// Prepare can end before it is killed.
     pub async fn kill_plugin_in_a_prepare<T>(
         &self,
         starting: impl Future<Output = anyhow::Result<T>>,
@@ -234,28 +234,33 @@ impl Node {
         self.shell(&format!("kill -STOP {PLUGIN}")).await?;
         let claiming = async {
             let started = starting.await?;
-            let uid = claim(&started).await?.uid().context("the claim's UID")?;
-            Ok::<_, anyhow::Error>((started, uid))
+            claim(&started).await?;
+            Ok::<_, anyhow::Error>(started)
         };
         let claimed = claiming.await;
         if claimed.is_err() {
             self.shell(&format!("kill -CONT {PLUGIN}")).await?;
         }
-        let (started, uid) = claimed?;
+        let started = claimed?;
         let tries = wait::USUAL.ceiling().as_millis() / 10;
         let script = format!(
             "pid={PLUGIN}
-             journal={PLUGIN_DIR}/claims/{uid}.json
-             spec=/var/run/cdi/gpu.tranche.dev-claim-{uid}.json
+             spec=/var/run/cdi/gpu.tranche.dev-claim.json
+             in_a_prepare() {{
+                 for journal in $(ls {PLUGIN_DIR}/claims); do
+                     grep -q ${{journal%.json}} $spec 2>/dev/null || return 0
+                 done
+                 return 1
+             }}
              mkfifo $spec.tmp
              trap 'rm -f '$spec.tmp EXIT
              kill -CONT $pid
              for _ in $(seq {tries}); do
-                 if [ -e $journal ]; then break; fi
+                 if in_a_prepare; then break; fi
                  sleep 0.01
              done
              kill -KILL $pid
-             [ -e $journal ] && [ ! -e $spec ]"
+             in_a_prepare"
         );
         self.shell(&script)
             .await

@@ -67,7 +67,7 @@ impl Stopped {
     pub(crate) fn way_out(&self) -> Option<&'static str> {
         let is_cdi = self.message.contains("CDI device");
         is_cdi.then_some(
-            "the runtime finds no CDI file of the claim: the node's plugin makes a deleted file again within seconds, and its log says why if it \
+            "the runtime finds no CDI device of the claim: the node's plugin makes a deleted file again within seconds, and its log says why if it \
              cannot; if a new pod has the same, the runtime does not read /var/run/cdi",
         )
     }

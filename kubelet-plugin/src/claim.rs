@@ -6,3 +6,4 @@ pub mod orphans;
 pub mod preparer;
 pub mod reporter;
 pub mod restorer;
+pub mod spec_file;

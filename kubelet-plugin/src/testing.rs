@@ -513,6 +513,21 @@ impl World {
         traces
     }
 
+    /// The devices of a claim in the CDI spec, an array.
+    pub fn cdi_devices(&self, uid: &str) -> serde_json::Value {
+        let Ok(content) = std::fs::read(self.layout.claims_spec()) else {
+            return serde_json::json!([]);
+        };
+        let mut spec: serde_json::Value = serde_json::from_slice(&content).unwrap();
+        let of_claim = |device: &serde_json::Value| {
+            let name = device["name"].as_str().unwrap();
+            name.starts_with(&format!("{uid}-"))
+        };
+        let devices = spec["devices"].as_array_mut().unwrap();
+        devices.retain(of_claim);
+        std::mem::take(&mut spec["devices"])
+    }
+
     /// The traces with their contents, without the journals.
     pub fn contents(&self) -> Vec<(String, Vec<u8>)> {
         self.traces()

@@ -30,6 +30,11 @@ fn shim(pages: u32) -> Shim {
     }
 }
 
+/// With spaces, as the files in `testdata` are.
+fn for_people(spec: &Spec) -> String {
+    serde_json::to_string_pretty(spec).unwrap() + "\n"
+}
+
 /// A claim with a capped share, a whole GPU and admin access to a third.
 fn mixed() -> PreparationPlan {
     let results = [
@@ -158,14 +163,14 @@ fn driver_files() -> DriverFiles {
 #[test]
 fn the_spec_of_a_claim() {
     let spec = claim_spec(&mixed(), &paths()).unwrap();
-    assert_eq!(String::from_utf8(spec.encode()).unwrap(), GOLDEN_CLAIM);
+    assert_eq!(for_people(&spec), GOLDEN_CLAIM);
     assert_eq!(serde_json::from_str::<Spec>(GOLDEN_CLAIM).unwrap(), spec);
 }
 
 #[test]
 fn the_spec_of_the_driver() {
     let spec = driver_spec(&driver_files(), &paths(), &[shim(1)]).unwrap();
-    assert_eq!(String::from_utf8(spec.encode()).unwrap(), GOLDEN_DRIVER);
+    assert_eq!(for_people(&spec), GOLDEN_DRIVER);
     assert_eq!(serde_json::from_str::<Spec>(GOLDEN_DRIVER).unwrap(), spec);
 }
 
@@ -179,10 +184,7 @@ fn the_spec_of_a_claim_on_a_node_with_a_driver_container() {
         ..paths()
     };
     let spec = claim_spec(&plan, &paths).unwrap();
-    assert_eq!(
-        String::from_utf8(spec.encode()).unwrap(),
-        GOLDEN_CLAIM_DIGIT
-    );
+    assert_eq!(for_people(&spec), GOLDEN_CLAIM_DIGIT);
 }
 
 #[test]
@@ -542,18 +544,56 @@ fn what_is_missing_or_no_path_is_refused() {
 }
 
 #[test]
-fn files_are_found_by_claim() {
-    let name = claim_file_name("0f4a-1");
-    assert_eq!(name, "gpu.tranche.dev-claim-0f4a-1.json");
-    assert_eq!(claim_of_file_name(&name), Some("0f4a-1"));
-    for other in [
-        &*driver_file_name(),
-        "gpu.tranche.dev-claim-.json",
-        "gpu.tranche.dev-claim-a.yaml",
-        "a",
-    ] {
-        assert_eq!(claim_of_file_name(other), None, "{other}");
-    }
+fn a_file_is_read_as_it_was_written() {
+    let spec = claim_spec(&mixed(), &paths()).unwrap();
+    assert_eq!(Spec::decode(&spec.encode()).unwrap(), spec);
+    Spec::decode(br#"{"cdiVersion": "0.5.0", "kind": "a/b", "devices": [], "news": 1}"#)
+        .unwrap_err();
+    assert_ne!(claims_file_name(), driver_file_name());
+}
+
+#[test]
+fn claims_share_a_file_and_each_replaces_and_removes_its_own_devices() {
+    let of = |uid: &str, results: &[serde_json::Value]| {
+        let mut allocation = allocation("a", results);
+        uid.clone_into(&mut allocation.uid);
+        let plan = plan(&allocation, &inventory(vec![gpu(0), gpu(1)]), []).unwrap();
+        claim_spec(&plan, &paths()).unwrap()
+    };
+    let (one, other) = (
+        of("1-a", &[plain("gpu-00000000")]),
+        of("b-1", &[plain("gpu-00000001")]),
+    );
+    let mut devices = ClaimDevices::default();
+    assert_eq!(devices.encode(), None);
+    assert!(devices.put("1-a", one.clone()) && devices.put("b-1", other.clone()));
+    assert!(!devices.put("b-1", other.clone()), "it has them already");
+    let content = devices.encode().unwrap();
+    let file = Spec::decode(&content).unwrap();
+    // A name that starts with a digit needs it.
+    assert_eq!(file.version(), Version::V0_5);
+    let names =
+        |spec: &Spec| -> Vec<String> { spec.devices().iter().map(|it| it.name.clone()).collect() };
+    assert_eq!(names(&file), [names(&one), names(&other)].concat());
+    assert_eq!(ClaimDevices::decode(&content), Some(devices.clone()));
+
+    // Another allocation of the same claim.
+    let anew = of(
+        "1-a",
+        &[with(plain("gpu-00000001"), &json!({"request": "other"}))],
+    );
+    assert!(devices.put("1-a", anew.clone()));
+    assert!(devices.remove("b-1") && !devices.remove("b-1"));
+    assert_eq!(
+        names(&Spec::decode(&devices.encode().unwrap()).unwrap()),
+        names(&anew)
+    );
+    assert!(devices.has("1-a") && !devices.has("b-1"));
+    assert!(!devices.keep(["1-a"]) && devices.keep(["c"]));
+    assert_eq!(devices.encode(), None);
+    assert_eq!(ClaimDevices::decode(b"{"), None);
+    let of_others = driver_spec(&driver_files(), &paths(), &[shim(PAGES)]).unwrap();
+    assert_eq!(ClaimDevices::decode(&of_others.encode()), None);
 }
 
 #[test]

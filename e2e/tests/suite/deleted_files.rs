@@ -17,7 +17,7 @@ fn a_container_starts_again_after_its_cdi_specs_were_deleted() -> anyhow::Result
         pod.started().await?;
         let files = case.node.claim_files().await?;
         for deleted in [
-            "rm /var/run/cdi/gpu.tranche.dev-claim-*",
+            "rm /var/run/cdi/gpu.tranche.dev-claim.json",
             "rm /var/run/cdi/gpu.tranche.dev-*",
         ] {
             case.node.shell(deleted).await?;

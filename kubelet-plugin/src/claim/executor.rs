@@ -18,7 +18,7 @@ use std::sync::Arc;
 use tracing::{info, warn};
 use tranche_api::names::DRIVER;
 use tranche_driver::audit::{Ended, HeldAtEnd, Pod};
-use tranche_driver::cdi::{CdiError, claim_of_file_name};
+use tranche_driver::cdi::CdiError;
 use tranche_driver::claim_spec::claim_spec;
 use tranche_driver::journal::ClaimRecord;
 use tranche_driver::metadata;
@@ -28,6 +28,7 @@ use tranche_shim_core::cap;
 use tranche_shim_core::error::PageError;
 use tranche_shim_core::layout::{self, AccountPage};
 
+use crate::claim::spec_file::{Announcement, ClaimSpecFile};
 use crate::gpu::gpus::GpuError;
 use crate::gpu::load_pages::LoadPages;
 use crate::host::fs::{self, Durability, Fs, FsError, TmpfsSize};
@@ -91,6 +92,9 @@ fn joined(errors: &[StepError]) -> String {
     errors.join("; ")
 }
 
+/// How many claims' files are written at a time: about as many fsyncs as a disk merges.
+pub const TURNS: usize = 16;
+
 /// The allocation unit of a tmpfs.
 const PAGE: u64 = 4096;
 
@@ -117,6 +121,7 @@ pub struct Executor {
     fs: Arc<dyn Fs>,
     layout: Layout,
     journal: Journal,
+    spec_file: Arc<ClaimSpecFile>,
     audit: Arc<Audit>,
 }
 
@@ -129,10 +134,12 @@ impl Executor {
         fs.create_dir(&layout.metadata())?;
         label_for_containers(&layout.metadata())?;
         fs.create_dir(&layout.cdi)?;
+        let spec_file = ClaimSpecFile::open(Arc::clone(&fs), layout.claims_spec(), TURNS)?;
         Ok(Self {
             fs,
             layout,
             journal,
+            spec_file: Arc::new(spec_file),
             audit,
         })
     }
@@ -186,13 +193,22 @@ impl Executor {
         Ok(())
     }
 
-    /// Makes the folder of the CDI specs again, if somebody deleted it.
-    pub fn ensure_cdi_folder(&self) -> Result<(), FsError> {
-        self.fs.create_dir(&self.layout.cdi)
+    /// Says that a claim is about to be prepared or released.
+    pub fn announce(&self, uid: &str) -> Announcement {
+        self.spec_file.announce(uid)
+    }
+
+    /// Makes the folder of the CDI specs and the file of the claims' devices again, if somebody deleted them.
+    pub fn restore_spec_file(&self) -> Result<(), FsError> {
+        self.fs.create_dir(&self.layout.cdi)?;
+        self.spec_file.restore()
     }
 
     /// The first file of a plan that does not exist.
     pub fn missing_file(&self, plan: &PreparationPlan) -> Result<Option<PathBuf>, FsError> {
+        if !self.spec_file.has(&plan.allocation.uid) {
+            return Ok(Some(self.spec_file.path().to_owned()));
+        }
         self.first_missing(plan.steps.iter().flat_map(|step| self.files(plan, step)))
     }
 
@@ -215,7 +231,7 @@ impl Executor {
         Ok(None)
     }
 
-    /// The files that a step makes.
+    /// The files that a step makes and that only this claim has.
     fn files(&self, plan: &PreparationPlan, step: &Step) -> Vec<PathBuf> {
         let uid = &plan.allocation.uid;
         match step {
@@ -227,7 +243,7 @@ impl Executor {
                 let folder = self.layout.metadata().join(uid);
                 let requests = metadata::requests(plan).into_iter();
                 let metadata = requests.map(|request| folder.join(format!("{request}.json")));
-                metadata.chain([self.layout.claim_spec(uid)]).collect()
+                metadata.collect()
             }
         }
     }
@@ -298,7 +314,7 @@ impl Executor {
         if uid.is_empty() || !uid.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
             return Ok(());
         }
-        fs::remove(&*self.fs, &self.layout.claim_spec(uid), Durability::Rebuilt)?;
+        self.spec_file.remove(uid);
         self.remove_metadata(uid)?;
         let claim = self.layout.share(uid, "").claim;
         for key in self.fs.list(&claim)? {
@@ -363,9 +379,9 @@ impl Executor {
         let mut leftovers: BTreeSet<_> = self.fs.list(&self.layout.shares)?.into_iter().collect();
         leftovers.extend(self.fs.list(&self.layout.metadata())?);
         fs::remove_temporaries(&*self.fs, &self.layout.cdi, DRIVER)?;
-        for name in self.fs.list(&self.layout.cdi)? {
-            leftovers.extend(claim_of_file_name(&name).map(str::to_owned));
-        }
+        let held = loaded.records.iter().map(|it| &*it.plan.allocation.uid);
+        let refused = loaded.refused.iter().map(|(uid, _)| &**uid);
+        self.spec_file.keep(held.chain(refused))?;
         for record in &loaded.records {
             leftovers.remove(&record.plan.allocation.uid);
         }
@@ -430,8 +446,7 @@ impl Executor {
             Step::WriteCdiSpec {} => {
                 self.write_metadata(plan)?;
                 let spec = claim_spec(plan, &self.layout.node_paths(dev_root))?;
-                let path = self.layout.claim_spec(uid);
-                fs::ensure(&*self.fs, &path, &spec.encode(), 0o644)?;
+                self.spec_file.put(uid, spec)?;
             }
         }
         Ok(())
@@ -481,8 +496,7 @@ impl Executor {
                 remove(&share, share.page_of(*account))?;
             }
             Undo::RemoveCdiSpec => {
-                let path = self.layout.claim_spec(uid);
-                fs::remove(&*self.fs, &path, Durability::Rebuilt)?;
+                self.spec_file.remove(uid);
                 self.remove_metadata(uid)?;
             }
         }

@@ -36,7 +36,7 @@ use tranche_driver::competing_drivers::Verdict;
 
 pub use error::{PrepareError, Problem, UnprepareError};
 
-use crate::claim::executor::{ExecuteError, Executor, StepError};
+use crate::claim::executor::{ExecuteError, Executor, StepError, TURNS};
 use crate::cluster::claims::ClaimReader;
 use crate::cluster::node_policy::NodePolicy;
 use crate::gpu::driver_state::{DriverState, Ready, SpecFile};
@@ -58,9 +58,6 @@ const DEADLINE: Duration = Duration::from_secs(40);
 /// driver that was not checked yet. The kubelet (1.37) repeats a refused call only after a minute or
 /// more, and sends the next pod's Prepare before the Unprepare of a pod that was deleted by force.
 const PATIENCE: Duration = Duration::from_secs(25);
-
-/// How many claims' files are written at a time: about as many fsyncs as a disk merges.
-const TURNS: usize = 16;
 
 /// The pause before a GPU that somebody else has open is tried again.
 const IN_USE_PAUSE: Duration = Duration::from_secs(1);
@@ -173,6 +170,7 @@ impl Preparer {
     ) -> (Option<ResourceClaim>, Result<Arc<ClaimRecord>, Problem>) {
         let start = Instant::now();
         let mut claim_lock = self.locks.lock(&claim.uid).await;
+        let _announcement = self.parts.executor.announce(&claim.uid);
         let mut driver = self.parts.driver.clone();
         let mut policy = self.parts.policy.clone();
         let mut released = self.parts.ledger.releases();
@@ -397,6 +395,7 @@ impl Preparer {
     ) -> Result<(), Problem> {
         let until = Instant::now() + patience;
         let mut claim_lock = self.locks.lock(&claim.uid).await;
+        let _announcement = self.parts.executor.announce(&claim.uid);
         loop {
             let (this, uid) = (Arc::clone(self), claim.uid.clone());
             let work = async move { (claim_lock, this.release_unused(uid, ended).await) };

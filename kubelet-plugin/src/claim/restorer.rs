@@ -41,8 +41,8 @@ impl Restorer {
     async fn round(&self, before: Vec<(ClaimRef, String)>) -> Vec<(ClaimRef, String)> {
         let preparer = Arc::clone(&self.preparer);
         let look = move || {
-            if let Err(error) = preparer.ensure_driver_spec() {
-                debug!(%error, "the driver's CDI spec cannot be restored");
+            if let Err(error) = preparer.ensure_specs() {
+                debug!(%error, "the CDI specs cannot be restored");
             }
             preparer.damaged()
         };

@@ -1,6 +1,6 @@
 //! Writes `claim.status.devices`, what a claim actually got, after the kubelet has its answer.
 //!
-//! One server-side apply per claim, in its own task, which retries for some minutes. Unprepare
+//! One server-side apply per claim, in its own task, a moment later; it is retried for some minutes. Unprepare
 //! removes nothing: the API server drops the entries when the claim is deallocated.
 
 #[cfg(test)]
@@ -29,6 +29,9 @@ use crate::cluster::api_server::within;
 
 /// The most concurrent writes: after a burst of Prepares they must not delay the reads of the next.
 const CONCURRENT: usize = 2;
+/// The pause before the first attempt: a burst of Prepares has the API server first, and a claim that is released at once costs
+/// it nothing. The containers start meanwhile.
+const SETTLING: Duration = Duration::from_millis(300);
 /// Pauses between attempts, in seconds.
 const PAUSES: [u64; 7] = [1, 2, 4, 8, 16, 32, 64];
 
@@ -106,6 +109,10 @@ async fn write(
     stop: CancellationToken,
 ) {
     let params = PatchParams::apply(FIELD_MANAGER).force();
+    let settling = tokio::time::sleep(SETTLING);
+    if stop.run_until_cancelled(settling).await.is_none() {
+        return;
+    }
     for pause in PAUSES.map(Some).into_iter().chain([None]) {
         let Some(slot) = stop.run_until_cancelled(slots.acquire()).await else {
             return;

@@ -138,10 +138,10 @@ impl Layout {
             .join(format!("{}@reg.sock", tranche_api::names::DRIVER))
     }
 
-    /// A claim's CDI spec.
+    /// The CDI spec of the devices of all claims.
     #[must_use]
-    pub fn claim_spec(&self, uid: &str) -> PathBuf {
-        self.cdi.join(cdi::claim_file_name(uid))
+    pub fn claims_spec(&self) -> PathBuf {
+        self.cdi.join(cdi::claims_file_name())
     }
 
     /// The driver's CDI spec.

@@ -89,9 +89,11 @@ async fn gone_and_replaced_claims_are_released_and_others_stay() {
     let prepared = plugin.reports.prepared.lock().unwrap();
     assert!(!prepared.is_empty() && prepared.iter().all(|uid| uid == "uid-of-kept"));
     let traces = world.traces();
-    assert!(
-        traces.iter().all(|path| path.contains("kept")),
-        "{traces:?}"
+    let others = traces.iter().filter(|path| !path.contains("kept"));
+    assert!(others.eq(["cdi/gpu.tranche.dev-claim.json"]), "{traces:?}");
+    assert_eq!(
+        world.cdi_devices("uid-of-kept").as_array().unwrap().len(),
+        1
     );
 }
 

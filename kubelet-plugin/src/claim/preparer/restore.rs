@@ -76,12 +76,13 @@ impl Preparer {
         }
     }
 
-    /// Writes the driver's CDI spec if somebody deleted or changed it.
-    pub fn ensure_driver_spec(&self) -> Result<(), Problem> {
+    /// Writes the CDI specs if somebody deleted or changed them.
+    pub fn ensure_specs(&self) -> Result<(), Problem> {
+        let restored = self.parts.executor.restore_spec_file();
+        restored.map_err(StepError::from)?;
         if let DriverState::Ready(ready) = &*self.parts.driver.borrow()
             && let Some(spec) = &ready.spec
         {
-            self.parts.executor.ensure_cdi_folder()?;
             self.parts.spec_file.ensure(spec)?;
         }
         Ok(())

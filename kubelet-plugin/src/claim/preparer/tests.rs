@@ -74,7 +74,7 @@ async fn an_exclusive_claim_gets_its_gpu_and_an_uncapped_page() {
     assert_eq!(
         world.traces(),
         [
-            "cdi/gpu.tranche.dev-claim-uid-of-a.json",
+            "cdi/gpu.tranche.dev-claim.json",
             "plugin/claims/uid-of-a.json",
             "run/metadata/uid-of-a",
             "run/metadata/uid-of-a/gpu.json",
@@ -193,7 +193,7 @@ async fn an_oversubscribed_share_has_an_account_of_resident_memory() {
     for page in &pages {
         AccountPage::check(&std::fs::read(page).unwrap()).unwrap();
     }
-    let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
+    let spec = world.cdi_devices("uid-of-a").to_string();
     for name in ["account", "resident"] {
         let key = &record.plan.devices[0].key;
         let mounted = format!("/usr/lib/tranche/shares/{key}/{name}");
@@ -225,7 +225,7 @@ async fn a_replay_rebuilds_what_was_removed_and_keeps_the_account() {
     let before = world.contents();
 
     std::fs::remove_file(&share.cap).unwrap();
-    std::fs::remove_file(world.layout.claim_spec("uid-of-a")).unwrap();
+    std::fs::remove_file(world.layout.claims_spec()).unwrap();
     std::fs::remove_file(world.layout.driver_spec()).unwrap();
     let again = world.prepare("a").await;
     assert_eq!(again.plan, first.plan);
@@ -404,10 +404,8 @@ fn swapped(world: &World) -> DriverState {
 
 /// The device nodes that the claim's containers get.
 fn device_nodes(world: &World, name: &str) -> Vec<String> {
-    let path = world.layout.claim_spec(&format!("uid-of-{name}"));
-    let spec: serde_json::Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
-    let devices = spec["devices"].as_array().unwrap();
-    let nodes = devices.iter().flat_map(|device| {
+    let devices = world.cdi_devices(&format!("uid-of-{name}"));
+    let nodes = devices.as_array().unwrap().iter().flat_map(|device| {
         let nodes = device["containerEdits"]["deviceNodes"].as_array();
         nodes.unwrap().iter().map(|node| &node["path"])
     });
@@ -621,9 +619,14 @@ async fn a_journal_that_cannot_be_read_is_refused_named_and_left() {
         std::fs::create_dir_all(world.layout.claims()).unwrap();
         let path = world.layout.claims().join("uid-of-a.json");
         std::fs::write(&path, content).unwrap();
-        let spec = world.layout.claim_spec("uid-of-a");
+        let spec = world.layout.claims_spec();
         std::fs::create_dir_all(&world.layout.cdi).unwrap();
-        std::fs::write(&spec, "{}").unwrap();
+        let of_claim = serde_json::json!({
+            "cdiVersion": "0.3.0",
+            "kind": "gpu.tranche.dev/claim",
+            "devices": [{"name": "uid-of-a-gpu-0", "containerEdits": {"env": ["A=b"]}}],
+        });
+        std::fs::write(&spec, of_claim.to_string()).unwrap();
         let plugin = world.start();
         has(
             &refusal(&plugin, "a").await,

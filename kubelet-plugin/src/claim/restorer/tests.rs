@@ -53,7 +53,7 @@ async fn every_deleted_file_of_a_held_claim_comes_back() {
 #[tokio::test]
 async fn the_specs_come_back_with_their_folder() {
     let (world, plugin) = prepared(capped("gpu", 0, "1Gi", 10)).await;
-    plugin.preparer.ensure_driver_spec().unwrap();
+    plugin.preparer.ensure_specs().unwrap();
     let driver = world.layout.driver_spec();
     let (before, spec) = (world.contents(), fs::read(&driver).unwrap());
     fs::remove_dir_all(&world.layout.cdi).unwrap();
@@ -89,7 +89,7 @@ async fn an_account_comes_back_only_if_no_container_has_the_deleted_one() {
 #[tokio::test]
 async fn nothing_comes_back_of_a_claim_that_is_released() {
     let (world, plugin) = prepared(capped("gpu", 0, "1Gi", 10)).await;
-    fs::remove_file(world.layout.claim_spec("uid-of-a")).unwrap();
+    fs::remove_file(world.layout.metadata().join("uid-of-a/gpu.json")).unwrap();
     let damaged = plugin.preparer.damaged();
     plugin.preparer.unprepare(&claim_ref("a")).await.unwrap();
     for claim in damaged {

@@ -114,6 +114,10 @@ async fn a_released_claim_is_not_published() {
     let (world, record, writer) = prepared().await;
     world.api.set_mood(Mood::Failing(500));
     writer.publish(&record);
+    writer.forget("uid-of-a");
+    tokio::time::sleep(Duration::from_hours(1)).await;
+    assert_eq!(world.api.paths("PATCH").len(), 0, "released at once");
+    writer.publish(&record);
     until_patched(&world, 1).await;
     writer.forget("uid-of-a");
     tokio::time::sleep(Duration::from_hours(1)).await;

@@ -140,7 +140,7 @@ async fn a_claims_partitions_are_made_and_removed() {
         let cap = CapPage::decode(&page).unwrap();
         assert_eq!(cap.gpu_uuid, mig.uuid, "programs see the MIG device");
     }
-    let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
+    let spec = world.cdi_devices("uid-of-a").to_string();
     assert_eq!(
         spec.matches("/dev/nvidia-caps/nvidia-cap").count(),
         12,
@@ -172,8 +172,7 @@ async fn the_first_share_makes_a_partition_and_the_last_removes_it() {
         assert_eq!(cap.gpu_uuid, mig.uuid);
         assert_eq!(cap.memory_limit, Some(15 << 30));
         assert!(share.account.exists());
-        let path = world.layout.claim_spec(&format!("uid-of-{name}"));
-        let spec = std::fs::read_to_string(path).unwrap();
+        let spec = world.cdi_devices(&format!("uid-of-{name}")).to_string();
         for minor in mig.capabilities {
             let node = format!("\"/dev/nvidia-caps/nvidia-cap{minor}\"");
             assert!(spec.contains(&node), "{spec}");

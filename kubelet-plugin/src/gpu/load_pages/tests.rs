@@ -25,9 +25,8 @@ fn page(world: &World, uuid: &str) -> PathBuf {
 
 /// The options of the mount of the load page in a claim's CDI spec.
 fn mount_options(world: &World, name: &str) -> Option<Vec<String>> {
-    let spec = fs::read(world.layout.claim_spec(&claim_ref(name).uid)).unwrap();
-    let spec: serde_json::Value = serde_json::from_slice(&spec).unwrap();
-    let mounts = &spec["devices"][0]["containerEdits"]["mounts"];
+    let devices = world.cdi_devices(&claim_ref(name).uid);
+    let mounts = &devices[0]["containerEdits"]["mounts"];
     let is_load = |mount: &&serde_json::Value| {
         let [from, to] = ["hostPath", "containerPath"].map(|it| mount[it].as_str().unwrap());
         to.ends_with("/load") && from == page(world, GPU).to_str().unwrap()

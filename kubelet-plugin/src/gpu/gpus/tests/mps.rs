@@ -67,7 +67,7 @@ async fn containers_get_the_daemons_files_and_a_page_of_limits() {
     let plugin = world.start();
     world.api.put(two_concurrent_shares());
     let record = plugin.preparer.prepare(&claim_ref("a")).await.unwrap();
-    let spec = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
+    let spec = world.cdi_devices("uid-of-a").to_string();
     let files = Files::of(
         &world.layout.mps(),
         &DeviceId::try_from(GPU.to_owned()).unwrap(),
@@ -301,7 +301,7 @@ async fn claims_share_a_partitions_daemon_and_compute_mode_stays() {
     let mig = mig_uuid(&world);
     for (name, threads) in [("a", 60), ("b", 40)] {
         let uid = format!("uid-of-{name}");
-        let spec = std::fs::read_to_string(world.layout.claim_spec(&uid)).unwrap();
+        let spec = world.cdi_devices(&uid).to_string();
         let device = DeviceId::try_from(mig.clone()).unwrap();
         let files = Files::of(&world.layout.mps(), &device);
         for folder in [files.pipes(), files.shm()] {

@@ -27,9 +27,8 @@ async fn a_gpu_is_bound_to_vfio_for_its_claim_and_goes_back() {
     assert!(world.mig.mig_state(GPU).is_err(), "the driver knows it");
     assert!(world.mig.mig_state(OTHER).is_ok(), "the other GPU went too");
 
-    let text = std::fs::read_to_string(world.layout.claim_spec("uid-of-a")).unwrap();
-    let spec: serde_json::Value = serde_json::from_str(&text).unwrap();
-    let edits = &spec["devices"][0]["containerEdits"];
+    let devices = world.cdi_devices("uid-of-a");
+    let edits = &devices[0]["containerEdits"];
     let nodes: Vec<_> = edits["deviceNodes"]
         .as_array()
         .unwrap()
