@@ -4,16 +4,23 @@ use std::fs::{self, Permissions};
 use std::io;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
+use std::time::Duration;
 
 use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
 use crate::layout::SOCKET;
 use crate::protocol::{Answer, Command, LONGEST, Request, VERSION};
 use crate::supervisor::Supervisor;
+
+/// How long a client may take for its request, and for taking the answer.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// The pause after a failed accept: the process may lack descriptors.
+const PAUSE: Duration = Duration::from_millis(200);
 
 /// Answers until it is stopped. Only root may ask.
 pub async fn serve(
@@ -35,6 +42,7 @@ pub async fn serve(
                 Ok((stream, _)) => stream,
                 Err(error) => {
                     warn!(%error, "a connection was not accepted");
+                    sleep(PAUSE).await;
                     continue;
                 }
             },
@@ -49,18 +57,30 @@ pub async fn serve(
 }
 
 async fn converse(mut stream: UnixStream, supervisor: &Supervisor) -> io::Result<()> {
-    let mut line = Vec::new();
-    let (reader, mut writer) = stream.split();
-    BufReader::new(reader.take(LONGEST))
-        .read_until(b'\n', &mut line)
-        .await?;
+    let line = within(PATIENCE, request(&mut stream)).await?;
     let answer = match read(&line) {
         Ok(command) => carry_out(command, supervisor).await,
         Err(reason) => Answer::Refused(reason),
     };
     let mut text = serde_json::to_vec(&answer)?;
     text.push(b'\n');
-    writer.write_all(&text).await
+    within(PATIENCE, stream.write_all(&text)).await
+}
+
+async fn request(stream: &mut UnixStream) -> io::Result<Vec<u8>> {
+    let mut line = Vec::new();
+    let mut reader = BufReader::new(stream.take(LONGEST));
+    reader.read_until(b'\n', &mut line).await?;
+    Ok(line)
+}
+
+/// What a client does, if it is done in time.
+async fn within<T>(limit: Duration, work: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    let done = timeout(limit, work).await;
+    done.unwrap_or_else(|_| {
+        let text = format!("the client took more than {limit:?}");
+        Err(io::Error::new(io::ErrorKind::TimedOut, text))
+    })
 }
 
 /// The command of a request, or why it is refused.
@@ -94,7 +114,18 @@ async fn carry_out(command: Command, supervisor: &Supervisor) -> Answer {
 
 #[cfg(test)]
 mod tests {
-    use super::read;
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_that_says_nothing_is_given_up() {
+        let (mut silent, mut waiting) = UnixStream::pair().unwrap();
+        let limit = Duration::from_millis(10);
+        let error = within(limit, request(&mut waiting)).await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        silent.write_all(b"{}\n").await.unwrap();
+        let line = within(Duration::from_mins(1), request(&mut waiting)).await;
+        assert_eq!(line.unwrap(), b"{}\n");
+    }
 
     #[test]
     fn a_request_of_a_later_release_is_refused_by_its_version() {
