@@ -381,7 +381,7 @@ impl Executor {
         fs::remove_temporaries(&*self.fs, &self.layout.cdi, DRIVER)?;
         let held = loaded.records.iter().map(|it| &*it.plan.allocation.uid);
         let refused = loaded.refused.iter().map(|(uid, _)| &**uid);
-        self.spec_file.keep(held.chain(refused))?;
+        self.spec_file.keep(held.chain(refused));
         for record in &loaded.records {
             leftovers.remove(&record.plan.allocation.uid);
         }

@@ -106,24 +106,28 @@ impl ClaimSpecFile {
     }
 
     /// Takes the devices of a claim out of the file. Where that cannot be written, no claim stays held for it: the file is written
-    /// again within seconds, and without its pages a device is of no use.
+    /// again within seconds, and without its pages or its VFIO group a device is of no use.
     pub fn remove(&self, uid: &str) {
-        let Some(change) = self.arrive(uid, |devices| devices.remove(uid)) else {
-            return;
-        };
-        if let Err(error) = self.written(change) {
-            warn!(%error, uid, "the CDI spec still has the devices of a released claim; it is written again within seconds");
-        }
+        let change = self.arrive(uid, |devices| devices.remove(uid));
+        self.removed(change);
     }
 
-    /// Removes the devices of all other claims than these.
-    pub fn keep<'a>(&self, uids: impl IntoIterator<Item = &'a str>) -> Result<(), FsError> {
+    /// Removes the devices of all other claims than these, as [`Self::remove`] does.
+    pub fn keep<'a>(&self, uids: impl IntoIterator<Item = &'a str>) {
         let change = {
             let mut wanted = lock(&self.wanted);
             let is_changed = wanted.devices.keep(uids);
             wanted.count(is_changed)
         };
-        change.map_or(Ok(()), |change| self.written(change))
+        self.removed(change);
+    }
+
+    fn removed(&self, change: Option<u64>) {
+        if let Some(change) = change
+            && let Err(error) = self.written(change)
+        {
+            warn!(%error, "the CDI spec still has devices of released claims; it is written again within seconds");
+        }
     }
 
     /// Writes the file if it is missing or different.
