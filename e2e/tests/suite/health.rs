@@ -55,6 +55,13 @@ async fn healthy(case: &Case, uuid: &str, status: &str) -> anyhow::Result<String
     .await
 }
 
+/// Waits until the plugin hears of the GPU's Xids.
+async fn watched(case: &Case, test: &str, uuid: &str) -> anyhow::Result<()> {
+    let namespace = case.namespace(&format!("reads-{test}")).await?;
+    let token = token(case, namespace.name(), true).await?;
+    xids_are_counted(case, &token, uuid).await
+}
+
 /// The health of the first device of the pod, as the kubelet writes it.
 fn health_of(pod: &Pod) -> Option<String> {
     let containers = pod.status.as_ref()?.container_statuses.as_ref()?;
@@ -79,8 +86,7 @@ fn an_idle_gpu_that_falls_off_the_bus_gets_no_claim_until_it_is_proved_to_work()
         let uuid = &case.gpus[0].uuid;
         healthy(case, uuid, "True").await?;
         let namespace = case.namespace("fault-idle").await?;
-        let token = token(case, namespace.name(), true).await?;
-        xids_are_counted(case, &token, uuid).await?;
+        watched(case, "idle", uuid).await?;
         let restore = case.node.lose_gpu(uuid).await?;
         restore_afterwards(case, restore.clone());
         devices(case, uuid, true, TAINTED).await?;
@@ -116,8 +122,7 @@ fn those_who_use_a_gpu_are_told_of_its_fault() -> anyhow::Result<()> {
             }
         };
         told("Healthy", wait::USUAL).await?;
-        let token = token(case, namespace.name(), true).await?;
-        xids_are_counted(case, &token, uuid).await?;
+        watched(case, "held", uuid).await?;
         let restore = case.node.lose_gpu(uuid).await?;
         restore_afterwards(case, restore.clone());
         told("Unhealthy", TOLD).await?;
@@ -155,8 +160,8 @@ fn an_error_of_a_program_changes_nothing() -> anyhow::Result<()> {
     run_on_a_node(async |case: &Case| {
         let uuid = &case.gpus[0].uuid;
         healthy(case, uuid, "True").await?;
-        // The Xids are read in their order: when the second has an effect, the first has had its time.
-        case.node.inject_xid(uuid, 13).await?;
+        // That is Xid 13. The Xids are read in their order: when the second has an effect, the first has had its time.
+        watched(case, "program", uuid).await?;
         case.node.inject_xid(&case.gpus[1].uuid, 63).await?;
         let second = case.gpus[1].uuid.clone();
         restore_afterwards(case, format!("nvidia-sim-persistenced reset-gpu {second}"));
@@ -194,6 +199,7 @@ fn a_gpu_is_used_again_after_work_on_a_cordoned_node() -> anyhow::Result<()> {
             api.patch(&node, &PatchParams::default(), &patch).await?;
             Ok(())
         });
+        watched(case, "cordoned", uuid).await?;
         case.node.inject_xid(uuid, 48).await?;
         devices(case, uuid, true, TAINTED).await?;
         cordon(true).await?;
