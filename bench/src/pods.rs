@@ -78,13 +78,8 @@ impl Kind {
 /// Measures, and then removes all objects, even if it fails or is interrupted.
 pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     cluster.make_namespace().await?;
-    let bench = Bench {
-        args,
-        cluster,
-        pods: Api::namespaced(cluster.client.clone(), NAMESPACE),
-        claims: Api::namespaced(cluster.client.clone(), NAMESPACE),
-    };
-    let measured = unless_interrupted(bench.measure()).await;
+    let bench = Bench::new(cluster, &args.image);
+    let measured = unless_interrupted(bench.measure(args)).await;
     cluster.remove_namespace().await?;
     measured
 }
@@ -92,53 +87,48 @@ pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
 /// Runs one pod with a claim: a container runtime watches the CDI folder from its first container with a device on.
 pub async fn warm_up(cluster: &Cluster, image: &str) -> anyhow::Result<()> {
     cluster.service_account().await?;
-    let bench = Bench {
-        args: &Args {
-            rounds: 0,
-            rounds_of_8: 0,
-            image: image.to_owned(),
-        },
-        cluster,
-        pods: Api::namespaced(cluster.client.clone(), NAMESPACE),
-        claims: Api::namespaced(cluster.client.clone(), NAMESPACE),
-    };
-    bench
-        .pods_to_running(Kind::Claim, "warm", 1)
-        .await
-        .map(drop)
+    let bench = Bench::new(cluster, image);
+    let ran = bench.pods_to_running(Kind::Claim, "warm", 1).await;
+    ran.map(drop)
 }
 
 #[derive(Debug)]
 struct Bench<'a> {
-    args: &'a Args,
     cluster: &'a Cluster,
+    /// Of the pods.
+    image: &'a str,
     pods: Api<Pod>,
     claims: Api<ResourceClaim>,
 }
 
-impl Bench<'_> {
-    async fn measure(&self) -> anyhow::Result<Vec<Row>> {
+impl<'a> Bench<'a> {
+    fn new(cluster: &'a Cluster, image: &'a str) -> Self {
+        Self {
+            cluster,
+            image,
+            pods: Api::namespaced(cluster.client.clone(), NAMESPACE),
+            claims: Api::namespaced(cluster.client.clone(), NAMESPACE),
+        }
+    }
+
+    async fn measure(&self, args: &Args) -> anyhow::Result<Vec<Row>> {
         self.make_template().await?;
         self.cluster.service_account().await?;
         // Warms up images and caches.
         for kind in KINDS {
             self.pods_to_running(kind, "warm", 1).await?;
         }
-        let mut rows = self.one_by_one().await?;
-        rows.extend(self.together().await?);
+        let mut rows = self.one_by_one(args.rounds).await?;
+        rows.extend(self.together(args.rounds_of_8).await?);
         Ok(rows)
     }
 
     /// One pod of each kind after the other: the time that a claim adds, and the steps to which it adds.
-    async fn one_by_one(&self) -> anyhow::Result<Vec<Row>> {
+    async fn one_by_one(&self, rounds: usize) -> anyhow::Result<Vec<Row>> {
         let mut times: BTreeMap<Kind, Vec<Duration>> = BTreeMap::new();
         let mut steps: BTreeMap<(Kind, Step), Vec<f64>> = BTreeMap::new();
-        for round in 0..self.args.rounds {
-            eprintln!(
-                "a pod with and without a claim, {} of {}",
-                round + 1,
-                self.args.rounds
-            );
+        for round in 0..rounds {
+            eprintln!("a pod with and without a claim, {} of {rounds}", round + 1);
             for kind in KINDS {
                 let (time, its_steps) = self.one_pod(kind, &format!("r{round}")).await?;
                 times.entry(kind).or_default().push(time);
@@ -176,8 +166,7 @@ impl Bench<'_> {
     }
 
     /// Several pods of each kind at once: the time that a claim adds to the last of them.
-    async fn together(&self) -> anyhow::Result<Vec<Row>> {
-        let rounds = self.args.rounds_of_8;
+    async fn together(&self, rounds: usize) -> anyhow::Result<Vec<Row>> {
         let mut times: BTreeMap<Kind, Vec<Duration>> = BTreeMap::new();
         for round in 0..rounds {
             eprintln!(
@@ -297,7 +286,7 @@ impl Bench<'_> {
                 "nodeSelector": {"kubernetes.io/hostname": self.cluster.node},
                 "containers": [{
                     "name": "main",
-                    "image": self.args.image,
+                    "image": self.image,
                     "imagePullPolicy": "IfNotPresent",
                     // Ends at once on SIGTERM.
                     "command": ["/bin/sh", "-c", "trap 'exit 0' TERM; sleep 3600 & wait"],

@@ -69,7 +69,6 @@ pub async fn run(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     let gpus = cluster.shareable_gpus().await?;
     let placement = Placement::new(&gpus, WORKERS, args.held);
     cluster.make_namespace().await?;
-    pods::warm_up(cluster, &args.image).await?;
     let mut load = Load {
         args,
         cluster,
@@ -105,6 +104,7 @@ impl Load<'_> {
             "Creating and allocating {} claims",
             placement.timed.len() + placement.held.len()
         );
+        pods::warm_up(self.cluster, &self.args.image).await?;
         self.timed = claims::make(self.cluster, "timed", &placement.timed).await?;
         self.held = claims::make(self.cluster, "held", &placement.held).await?;
         let probe = Probe::new(self.cluster, &self.args.plugin_dir)?;
