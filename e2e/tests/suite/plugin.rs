@@ -16,8 +16,13 @@ use tranche_e2e::{Case, Request, SYSTEM, policy, run, run_on_a_node, system, wai
 const PODS: usize = 50;
 /// Replaces the plugin's pod, and waits until the new one is ready.
 pub(crate) async fn start_again(client: &Client, plugin: &NodePlugin) -> anyhow::Result<()> {
-    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
     let old = plugin.ready(None).await?;
+    replace(client, plugin, &old).await
+}
+
+/// Replaces this pod of the plugin, which may have ended, and waits until the new one is ready.
+async fn replace(client: &Client, plugin: &NodePlugin, old: &Pod) -> anyhow::Result<()> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), SYSTEM);
     pods.delete(&old.name_any(), &DeleteParams::default())
         .await?;
     plugin.ready(old.metadata.uid.as_deref()).await?;
@@ -169,7 +174,6 @@ fn killed_twenty_times_in_rolling_updates_the_end_is_that_without() -> anyhow::R
         };
         settled().await?;
 
-        let plugins: Api<Pod> = Api::namespaced(case.client.clone(), SYSTEM);
         for kill in 0..20 {
             if replaced(Some(&api.get("rolling").await?), replicas).is_some() {
                 let version = json!({"spec": {"template": {"metadata": {"annotations": {"version": kill.to_string()}}}}});
@@ -179,23 +183,17 @@ fn killed_twenty_times_in_rolling_updates_the_end_is_that_without() -> anyhow::R
             let old = case.plugin().ready(None).await?;
             case.node.kill_plugin().await?;
             // A new pod, because the kubelet would wait longer with each kill until it starts the container again.
-            plugins
-                .delete(&old.name_any(), &DeleteParams::default().grace_period(0))
-                .await?;
-            case.plugin().ready(old.metadata.uid.as_deref()).await?;
+            replace(&case.client, &case.plugin(), &old).await?;
         }
 
         settled().await?;
-        let journals = async |wanted: usize| {
-            wait::for_answer("a journal for each pod", wait::TRIED_AGAIN, async || {
-                let script = format!("ls {}/claims", tranche_e2e::node::PLUGIN_DIR);
-                let journals = case.node.shell(&script).await?;
-                ensure!(journals.lines().count() == wanted, "{journals}");
-                Ok(Some(()))
-            })
-            .await
-        };
-        journals(6).await?;
+        wait::for_answer("a journal for each pod", wait::TRIED_AGAIN, async || {
+            let script = format!("ls {}/claims", tranche_e2e::node::PLUGIN_DIR);
+            let journals = case.node.shell(&script).await?;
+            ensure!(journals.lines().count() == 6, "{journals}");
+            Ok(Some(()))
+        })
+        .await?;
         for pod in namespace.pods().list(&ListParams::default()).await? {
             ensure!(
                 pod.metadata.deletion_timestamp.is_some() || runs(&pod),
