@@ -5,9 +5,9 @@
 //!  gpu.tranche.dev/driver=full|capped|…        libraries, binaries, hooks, shim
 //! ```
 //!
-//! The kubelet gets ids of both kinds for each prepared device. A node has one file of each kind. The model is our own and covers only what we write. A
-//! spec declares the lowest version that has everything it uses, because a runtime refuses a whole file for one field
-//! that is newer than its declared version.
+//! The kubelet gets ids of both kinds for each prepared device. A node has one file of each kind. The model is our own and covers
+//! only what we write. A spec declares the lowest version that has everything it uses, because a runtime refuses a whole file for
+//! one field that is newer than its declared version.
 
 mod capability;
 mod claim_devices;
@@ -245,12 +245,6 @@ impl Spec {
     #[must_use]
     pub fn devices(&self) -> &[Device] {
         &self.devices
-    }
-
-    /// The devices.
-    #[must_use]
-    pub fn into_devices(self) -> Vec<Device> {
-        self.devices
     }
 
     /// The changes for every device.

@@ -16,7 +16,7 @@ impl ClaimDevices {
     pub fn decode(content: &[u8]) -> Option<Self> {
         let spec = Spec::decode(content).ok()?;
         let checked = Spec::new(CLAIM_CLASS, spec.devices.clone(), ContainerEdits::default());
-        if checked != Ok(spec.clone()) {
+        if checked.as_ref() != Ok(&spec) {
             return None;
         }
         let named = |device: Device| (device.name.clone(), device);

@@ -55,7 +55,8 @@ pub struct Announcement {
 }
 
 impl ClaimSpecFile {
-    /// Reads the file, which at most `most` threads change at a time. One that cannot be understood has no devices: it is written anew with the next change.
+    /// Reads the file, which at most `most` threads change at a time. One that cannot be understood has no devices: it is written
+    /// anew with the next change.
     pub fn open(fs: Arc<dyn Fs>, path: PathBuf, most: usize) -> Result<Self, FsError> {
         let content = fs.read(&path)?;
         let devices = content.and_then(|content| ClaimDevices::decode(&content));
@@ -114,11 +115,7 @@ impl ClaimSpecFile {
 
     /// Removes the devices of all other claims than these, as [`Self::remove`] does.
     pub fn keep<'a>(&self, uids: impl IntoIterator<Item = &'a str>) {
-        let change = {
-            let mut wanted = lock(&self.wanted);
-            let is_changed = wanted.devices.keep(uids);
-            wanted.count(is_changed)
-        };
+        let change = lock(&self.wanted).change(|devices| devices.keep(uids));
         self.removed(change);
     }
 
@@ -183,8 +180,7 @@ impl ClaimSpecFile {
         let mut wanted = lock(&self.wanted);
         wanted.announced.remove(uid);
         self.arrived.notify_all();
-        let is_changed = change(&mut wanted.devices);
-        wanted.count(is_changed)
+        wanted.change(change)
     }
 
     fn replace(&self, content: Option<&[u8]>) -> Result<(), FsError> {
@@ -196,8 +192,9 @@ impl ClaimSpecFile {
 }
 
 impl Wanted {
-    /// The number of a change, if it is one.
-    fn count(&mut self, is_changed: bool) -> Option<u64> {
+    /// Changes the devices. Returns the number of the change, if it is one.
+    fn change(&mut self, change: impl FnOnce(&mut ClaimDevices) -> bool) -> Option<u64> {
+        let is_changed = change(&mut self.devices);
         self.changes += u64::from(is_changed);
         is_changed.then_some(self.changes)
     }
