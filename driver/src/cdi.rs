@@ -258,8 +258,7 @@ impl Spec {
         serde_json::from_slice(content)
     }
 
-    /// The file's content, the same for the same spec. Without spaces: a runtime reads all files again whenever one changes, and
-    /// spaces take a third of its time.
+    /// The file's content, the same for the same spec. Without spaces, as a runtime reads all files again whenever one changes.
     ///
     /// # Panics
     ///

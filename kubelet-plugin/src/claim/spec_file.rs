@@ -1,7 +1,7 @@
 //! The CDI spec of the claims' devices on the disk.
 //!
-//! A container runtime reads all CDI specs again at each event in their folder, and a file for each claim costs it three times as
-//! much as one for all. So there is one file, and claims that are prepared or released at the same time share a write and its event:
+//! A container runtime reads all CDI specs again at each event in their folder. So there is one file, and claims that are prepared or
+//! released at the same time share a write and its event:
 //!
 //! ```text
 //!  announce ─► … ─► put, remove ─► devices ─► one of them waits for those who are announced, and writes for all ─► file
