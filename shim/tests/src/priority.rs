@@ -57,7 +57,6 @@ impl GpuWithLoad {
 #[derive(Clone, Copy, Debug)]
 pub struct Latencies {
     pub p50: u64,
-    pub p90: u64,
     pub p99: u64,
 }
 
@@ -82,7 +81,7 @@ pub fn requests_beside(neighbour: Option<Priority>, count: u64) -> Latencies {
         start.wait();
         let answer = probe.must(&format!("requests {kernel} {count} 10 20000"));
         over.store(true, Ordering::Relaxed);
-        let [p50, p90, p99] = [0, 1, 2].map(|at| answer.number(at));
-        Latencies { p50, p90, p99 }
+        let [p50, p99] = [0, 1].map(|at| answer.number(at));
+        Latencies { p50, p99 }
     })
 }

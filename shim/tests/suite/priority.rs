@@ -48,20 +48,26 @@ fn always_busy(load: &Path, stop: &AtomicBool) {
     }
 }
 
+/// Compares what the neighbours add to a request: a machine with other work adds as much to each of the three. They are
+/// measured in turns, for its work comes and goes.
 #[test]
 fn a_request_of_high_priority_is_nearly_as_fast_beside_a_low_share_as_alone() {
     let low = Priority::Low { floor: 10 };
-    let [alone, beside_normal, beside_low] =
-        [None, Some(Priority::Normal), Some(low)].map(|it| requests_beside(it, 60));
-    println!("in µs: alone {alone:?}, beside normal {beside_normal:?}, beside low {beside_low:?}");
-    assert!(
-        beside_low.p50 < 2 * alone.p50,
-        "{beside_low:?} and {alone:?} alone"
-    );
-    assert!(
-        beside_low.p50 * 2 < beside_normal.p50 && beside_low.p90 < beside_normal.p90,
-        "{beside_low:?}, and {beside_normal:?} beside a normal share"
-    );
+    let mut medians = [None, Some(Priority::Normal), Some(low)].map(|it| (it, Vec::new()));
+    for _ in 0..3 {
+        for (neighbour, medians) in &mut medians {
+            medians.push(requests_beside(*neighbour, 20).p50);
+        }
+    }
+    let [alone, normal, low] = medians.map(|(_, mut medians)| {
+        medians.sort_unstable();
+        medians[1]
+    });
+    let found = format!("in µs: alone {alone}, beside normal {normal}, beside low {low}");
+    println!("{found}");
+    assert!(low < 2 * alone, "{found}");
+    let added = |beside: u64| beside.saturating_sub(alone);
+    assert!(2 * added(low) < added(normal), "{found}");
 }
 
 #[test]
