@@ -17,9 +17,9 @@
 //! over the same time ([`evidence`]), is the scale of the share's prices. On a full GPU some of a share's launches wait
 //! in their queues; that does not mean that a price is wrong.
 //!
-//! As long as that scale is near 1, the share pays what the GPU works for it: then the programs' prices may only fall
-//! ([`Refill::falls_until`]), so that neighbours who come later, and are in every measurement of a long kernel from then on,
-//! change no price.
+//! As long as that scale says that prices are high enough, the programs' prices may only fall ([`Refill::falls_until`]): the
+//! neighbours' work is in every measurement of a long kernel, now more and now less, and a scale that follows prices up and
+//! down comes too late each time.
 //!
 //! If NVML's processes cannot be assigned to shares, all working shares get a common correction, by the
 //! utilization of the whole GPU: downwards and back up, but never above their own measurements, because
@@ -67,9 +67,14 @@ const FULL: f64 = 0.9;
 /// like wrong prices of some percent, and small changes would add up.
 const NEAR: f64 = 0.05;
 
-/// With these scales, prices are right: most of what they cost was measured without neighbours. Prices below are too low. Those
-/// above were measured with neighbours in them, of which no measurement is the right one.
-const RIGHT: std::ops::RangeInclusive<f64> = 0.8..=1.05;
+/// Up to this scale prices are high enough, and may only fall.
+const HIGH_ENOUGH: f64 = 1.05;
+
+/// A GPU that runs less than this part of what its shares launch does not show that a price has fallen: each share gets as much as
+/// the others. There prices may rise as long as most of them is the neighbours' work.
+const SHOWS: f64 = 0.98;
+/// See [`SHOWS`].
+const MOSTLY_ITS_OWN: f64 = 0.5;
 
 /// Weight of a step in the average of what a share uses.
 const USE_WEIGHT: f64 = 0.2;
@@ -168,8 +173,8 @@ struct Share {
     scale: f64,
     evidence: Evidence,
     averages: Averages,
-    /// NVML reports that its prices are right.
-    pays_what_it_takes: bool,
+    /// NVML reports that its prices are high enough.
+    prices_only_fall: bool,
     /// Since when it is working; `None` while it is idle.
     since: Option<u64>,
     /// Steps in which the scale could not follow.
@@ -284,7 +289,7 @@ impl<K: Ord + Clone> Controller<K> {
             };
             let worked = busy.map_or(share.charged_scaled(), |busy| busy * part);
             share.evidence.clear();
-            share.pays_what_it_takes = false;
+            share.prices_only_fall = false;
             share.note_use(worked);
             share.note_worked(reading.cores, step, worked);
             // The common ratio is the error of the present scales.
@@ -304,7 +309,8 @@ impl<K: Ord + Clone> Controller<K> {
                 if !(runs < 1.0 && is_near(ratio / runs, share.scale)) {
                     share.follow(ratio / runs, steps);
                 }
-                share.pays_what_it_takes = RIGHT.contains(&share.scale);
+                let least = if runs < SHOWS { MOSTLY_ITS_OWN } else { 0.0 };
+                share.prices_only_fall = (least..=HIGH_ENOUGH).contains(&share.scale);
             }
         }
     }
@@ -348,7 +354,7 @@ impl Share {
             scale: parts(scale),
             evidence: Evidence::default(),
             averages: Averages::default(),
-            pays_what_it_takes: false,
+            prices_only_fall: false,
             since: None,
             wrong: 0,
             uncharged: 0,
@@ -513,7 +519,7 @@ impl Share {
         };
         let ends_soon = |lease: u64| lease < now.saturating_add(LEASE_NANOS / 2);
         let ends = rate != u64::from(cores) * PERCENT && ends_soon(self.refill.until);
-        let falls = if self.pays_what_it_takes {
+        let falls = if self.prices_only_fall {
             self.since.is_some() && ends_soon(self.refill.falls_until)
         } else {
             !self.refill.may_rise(now)
@@ -527,7 +533,7 @@ impl Share {
         if is_changed {
             let until = now.saturating_add(LEASE_NANOS);
             self.refill = Refill {
-                falls_until: if self.pays_what_it_takes { until } else { 0 },
+                falls_until: if self.prices_only_fall { until } else { 0 },
                 ..self.refill.then(cores, now, rate, until, scale)
             };
         }

@@ -237,14 +237,16 @@ fn four_equal_shares_are_equal() {
     }
 }
 
-/// Programs that start at other moments, with kernels below and above a time slice on a GPU that switches: some of the first
-/// prices of long kernels are from before the others ran, and some have the others' work in them.
+/// Programs that start at other moments, with kernels below and above a time slice: some of the first prices of long kernels
+/// are from before the others ran, and some have the others' work in them. The GPU switches at once or takes its time, and the
+/// host runs the programs at once or late.
 #[test]
 fn four_equal_shares_are_equal_from_any_start() {
     const SETTLES: u64 = 16 * SECOND;
-    for start in 0..12 {
+    let machines = [(0, 0), (0, 30 * MILLI), (50 * MICRO, 0), (100 * MICRO, 0)];
+    for (start, machine) in (0..8).zip(machines.into_iter().cycle()) {
         let mut world = World::new(&[(25, Strict); 4]);
-        world.switch = 100 * MICRO;
+        (world.switch, world.longest_stall) = machine;
         for (share, kernel) in [100 * MICRO, 500 * MICRO, 3 * MILLI, 20 * MILLI]
             .into_iter()
             .enumerate()
@@ -256,11 +258,12 @@ fn four_equal_shares_are_equal_from_any_start() {
                 ..Program::new(share, &[kernel])
             });
         }
-        let windows = [10 * SECOND; 10];
-        for seconds in std::iter::once(SETTLES).chain(windows) {
-            let parts = world.run(seconds);
+        let parts = world.run(SETTLES);
+        assert!(jain(&parts) >= 0.99, "{start}: {parts:?}");
+        for _ in 0..6 {
+            let parts = world.run(10 * SECOND);
             println!("{start}: {parts:.1?}: {:.4}", jain(&parts));
-            assert!(jain(&parts) >= 0.99, "{start}: {parts:?}");
+            assert!(jain(&parts) >= 0.998, "{start}: {parts:?}");
         }
     }
 }

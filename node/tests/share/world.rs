@@ -145,6 +145,8 @@ pub struct World {
     answered: u64,
     ended: f64,
     random: u64,
+    /// The longest time for which the host does not run a program that could launch: one in a hundred times.
+    pub longest_stall: u64,
     controller: Controller<usize>,
     next_step: u64,
     /// The process whose turn it is, and the rest of its time slice.
@@ -184,6 +186,7 @@ impl World {
             answered: 1000 * SECOND,
             ended: 0.0,
             random: 1,
+            longest_stall: 0,
             controller: Controller::default(),
             next_step: 1000 * SECOND,
             turn: 0,
@@ -235,16 +238,30 @@ impl World {
         self.shares.iter().zip(before).map(percent).collect()
     }
 
-    /// The driver's sample.
-    fn sample(&mut self) {
-        let length = self.now - std::mem::replace(&mut self.sampled, self.now);
-        let all: u64 = self.programs.iter().map(|program| program.ran).sum();
+    /// A random number below `end`.
+    fn random(&mut self, end: u64) -> u64 {
         self.random = self
             .random
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1);
+        (self.random >> 33) % end.max(1)
+    }
+
+    /// For how long the host does not run a program that could launch.
+    fn stall(&mut self) -> u64 {
+        if self.longest_stall > 0 && self.random(100) == 0 {
+            self.random(self.longest_stall)
+        } else {
+            0
+        }
+    }
+
+    /// The driver's sample.
+    fn sample(&mut self) {
+        let length = self.now - std::mem::replace(&mut self.sampled, self.now);
+        let all: u64 = self.programs.iter().map(|program| program.ran).sum();
         // A moment of the GPU's work.
-        let mut moment = (self.random >> 33) % all.max(1);
+        let mut moment = self.random(all);
         for program in &mut self.programs {
             let mut ran = std::mem::take(&mut program.ran);
             if self.nvml == Nvml::OneProcess {
@@ -326,6 +343,7 @@ impl World {
     /// Tries a launch as the shim does; false if it must wait.
     fn attempt(&mut self, nth: usize) -> bool {
         let now = self.now;
+        let stall = self.stall();
         let program = &mut self.programs[nth];
         let share = &self.shares[program.share];
         if program.lane.len() >= program.depth {
@@ -395,7 +413,7 @@ impl World {
             if let Err(Wait(wait)) = bucket.take(&share.account, owes) {
                 let since = *program.waits_since.get_or_insert(now);
                 if now - since < WAIT_NANOS {
-                    program.at = now + wait.min(20 * MILLI);
+                    program.at = now + wait.min(20 * MILLI) + stall;
                     return false;
                 }
                 bucket.charge(&share.account, owes);
@@ -419,7 +437,7 @@ impl World {
         });
         program.launched += 1;
         // The host takes two microseconds for a launch.
-        program.at = now + 2 * MICRO;
+        program.at = now + 2 * MICRO + stall;
         false
     }
 

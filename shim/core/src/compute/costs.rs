@@ -3,7 +3,7 @@
 //! A shape is a kernel with its grid and block, or a graph that can be launched; a hash of both is
 //! its key. Its price is the smallest measurement, because a measurement can only be too long: other processes' work may be
 //! in it. Older measurements than the last [`WINDOW`] to twice as many are forgotten, unless the node has
-//! found that the share's prices are right ([`Refill::falls_until`](super::Refill)). So neighbours that come
+//! found that the share's prices are high enough ([`Refill::falls_until`](super::Refill)). So neighbours that come
 //! later, and are in every measurement of a long kernel from then on, change no price.
 //!
 //! A launch of a shape that was never measured pays a provisional price: the predicted time of its kernel

@@ -37,8 +37,8 @@ pub struct Refill {
     pub until: u64,
     /// The scale of prices, in millionths; 0 for 1,000,000.
     pub scale: u64,
-    /// Until when prices may only fall, `CLOCK_MONOTONIC` in nanoseconds: NVML reports that the GPU works as long for
-    /// the share as it pays, so a measurement above a price is one with other processes' work in it.
+    /// Until when prices may only fall, `CLOCK_MONOTONIC` in nanoseconds: NVML reports that the GPU works no longer for
+    /// the share than it pays, so a measurement above a price is one with other processes' work in it.
     pub falls_until: u64,
 }
 
