@@ -2,7 +2,6 @@
 
 use anyhow::ensure;
 use futures::try_join;
-use serde::Deserialize;
 use serde_json::json;
 use tranche_e2e::namespace::{IDLE, Namespace, Source};
 use tranche_e2e::request::with_parameters;
@@ -10,15 +9,11 @@ use tranche_e2e::{Case, PodHandle, Request, run};
 
 use crate::compute::spin;
 
-/// The result of `tranche-workload serve`, in milliseconds.
-#[derive(Debug, Deserialize)]
-struct Served {
-    p50: f64,
-}
-
-async fn serve(pod: &PodHandle) -> anyhow::Result<Served> {
-    let command = ["tranche-workload", "--json", "serve", "--requests", "200"];
-    Ok(serde_json::from_str(&pod.stdout(&command).await?)?)
+/// Short requests with pauses.
+async fn serve(pod: &PodHandle) -> anyhow::Result<()> {
+    let command = ["tranche-workload", "serve", "--requests", "200"];
+    pod.stdout(&command).await?;
+    Ok(())
 }
 
 /// A pod with half of a GPU's time.
@@ -41,38 +36,39 @@ async fn half(
     Ok(pod)
 }
 
+/// By GPU time: how long requests take depends on the machine's other work (`shim/tests/suite/priority.rs` and `bench` measure it).
 #[test]
-fn a_service_is_nearly_as_fast_beside_a_low_batch_job_as_alone() -> anyhow::Result<()> {
+fn a_low_batch_job_gets_what_a_service_leaves() -> anyhow::Result<()> {
     run(async |case: &Case| {
         let namespace = case.namespace("priority").await?;
         let gpu = &case.gpus[0].uuid;
         let service = half(&namespace, "service", gpu, "high").await?;
         ensure!(service.device_data().await?["priority"] == "high");
-        let alone = serve(&service).await?;
-        let mut beside = Vec::new();
-        for priority in ["normal", "low"] {
-            let batch = half(&namespace, priority, gpu, priority).await?;
-            // The batch job runs longer than the requests.
-            let (served, share) = try_join!(serve(&service), spin(&batch, "10s"))?;
-            // The service uses the GPU for a tenth of the time.
-            ensure!(share > 35.0, "{priority}: {share:.1} % of 50 %");
-            if priority == "low" {
-                let write = ["sh", "-c", "echo > /usr/lib/tranche/shares/*/load"];
-                let exit = batch.exec(&write).await?;
-                ensure!(exit.code != 0, "a low share can write the load page");
-            }
-            batch.delete().await?;
-            beside.push(served);
-        }
-        println!("alone {alone:?}, beside normal, beside low: {beside:?}");
-        let [normal, low] = &beside[..] else {
-            anyhow::bail!("{beside:?}");
-        };
-        // The machine has other work: `shim/tests/suite/priority.rs` measures it more exactly.
+        let normal = half(&namespace, "normal", gpu, "normal").await?;
+        let (busy, beside_normal) = try_join!(spin(&service, "10s"), spin(&normal, "10s"))?;
         ensure!(
-            low.p50 < 2.0 * alone.p50 && low.p50 < 0.9 * normal.p50,
-            "alone {alone:?}, beside normal {normal:?}, beside low {low:?}"
+            beside_normal > 35.0,
+            "normal: {beside_normal:.1} % of 50 %, beside {busy:.1} %"
         );
+        normal.delete().await?;
+        let low = half(&namespace, "low", gpu, "low").await?;
+        let (busy, beside_work) = try_join!(spin(&service, "10s"), spin(&low, "10s"))?;
+        // The requests use the GPU for a tenth of the time.
+        let ((), beside_requests) = try_join!(serve(&service), spin(&low, "10s"))?;
+        println!(
+            "normal {beside_normal:.1} %; low beside work of {busy:.1} %: {beside_work:.1} %, beside requests: {beside_requests:.1} %"
+        );
+        ensure!(
+            beside_work < 25.0,
+            "beside work: {beside_work:.1} % of 50 %"
+        );
+        ensure!(
+            beside_requests > 35.0,
+            "beside requests: {beside_requests:.1} % of 50 %"
+        );
+        let write = ["sh", "-c", "echo > /usr/lib/tranche/shares/*/load"];
+        let exit = low.exec(&write).await?;
+        ensure!(exit.code != 0, "a low share can write the load page");
         Ok(())
     })
 }
