@@ -422,24 +422,28 @@ impl GpuState {
         self.turns.ran() + of_partitions.sum::<u64>() / u64::from(slices)
     }
 
-    /// Nanoseconds of kernels that have run since the page was made, and the time of that value.
+    /// Nanoseconds of kernels that have run since the page was made, and the time of that value: that of the last advance, or
+    /// the present if no kernel runs.
     #[must_use]
     pub fn ran_by(&self) -> (u64, u64) {
-        let clocks = self.all_turns().map(|turns| get(&turns.clock));
-        (self.ran(), clocks.max().unwrap_or(0))
+        let at = advanced_to(self.all_turns());
+        (self.ran(), at)
     }
 
     /// The same for a GPU instance, whose compute slices together count as the whole; `None` if it does not exist.
     #[must_use]
     pub fn instance_ran_by(&self, id: u32) -> Option<(u64, u64)> {
         let slices = u64::from(self.gpu_instance(id as usize)?.profile.slices).max(1);
-        let (mut ran, mut at) = (0, 0);
         let devices = self.mig_devices().into_iter();
-        for it in devices.filter(|it| it.gpu_instance.id == id) {
-            let turns = &self.instances[id as usize].compute[it.id as usize].turns;
-            ran += turns.ran() * u64::from(it.profile.slices);
-            at = get(&turns.clock).max(at);
-        }
+        let devices: Vec<_> = devices
+            .filter(|it| it.gpu_instance.id == id)
+            .map(|it| {
+                let turns = &self.instances[id as usize].compute[it.id as usize].turns;
+                (turns, u64::from(it.profile.slices))
+            })
+            .collect();
+        let at = advanced_to(devices.iter().map(|(turns, _)| *turns));
+        let ran: u64 = devices.iter().map(|(turns, its)| turns.ran() * its).sum();
         Some((ran / slices, at))
     }
 
@@ -454,6 +458,14 @@ impl GpuState {
     pub fn stood_still(&self) -> u64 {
         get(&self.turns.stood_still)
     }
+}
+
+/// The time of the newest advance of those that have kernels, or the present if none has: the clock of turns without kernels
+/// may stand still.
+fn advanced_to<'a>(turns: impl Iterator<Item = &'a Turns>) -> u64 {
+    let running = turns.filter(|turns| turns.count.load(Ordering::Relaxed) > 0);
+    let clocks = running.map(|turns| get(&turns.clock));
+    clocks.max().unwrap_or_else(now)
 }
 
 #[cfg(test)]
@@ -479,6 +491,21 @@ mod tests {
         assert_eq!(page.expected(0, 0, 150, 2000), Ok(2050));
         page.advance_all(2010);
         assert_eq!((page.gpus[0].ran(), page.ran(0, 0)), (110, 110));
+    }
+
+    /// Nobody advances the clock of a GPU that has no work.
+    #[test]
+    fn what_an_idle_gpu_has_run_is_of_the_present() {
+        let page = test_page(T4);
+        let begun = now();
+        let (ran, at) = page.gpus[0].ran_by();
+        assert!(ran == 0 && at >= begun, "{ran} by {at}");
+        assert_eq!(page.launch(0, 0, 50, 1000), Ok(50));
+        page.advance_all(1010);
+        assert_eq!(page.gpus[0].ran_by(), (10, 1010));
+        page.advance_all(1060);
+        let (ran, at) = page.gpus[0].ran_by();
+        assert!(ran == 50 && at >= begun, "{ran} by {at}");
     }
 
     #[test]
